@@ -130,7 +130,7 @@ class Calibration:
         curves: dict[str, Any] = {name: _curves(p.get(name, {}), size) for name, size in sizes.items()}
         all_ranks = max((curve.best for curve in curves["collectives"].values()), default=2 * copies.best)
         link = max((curve.best for curve in curves["inside"].values()), default=all_ranks)
-        network = max((per_host * curve.last for curve in curves["across"].values()), default=all_ranks)
+        network = max((per_host * curve.best for curve in curves["across"].values()), default=all_ranks)
         device = Device(
             name=self.name,
             peak_flops_per_s=peaks,

@@ -55,12 +55,6 @@ class Curve:
         """The highest rate of any point, in sizes per second."""
         return max(size / seconds for size, seconds in self.points)
 
-    @property
-    def last(self) -> float:
-        """The rate of the largest point. A network may let a short burst pass faster than it can go on."""
-        size, seconds = self.points[-1]
-        return size / seconds
-
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCurves:

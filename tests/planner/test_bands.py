@@ -11,7 +11,6 @@ from fsdp_lab.planner.bands import LEVELS, ErrorScale, Quantiles, RateKind, wors
 from fsdp_lab.planner.devices import PUBLISHED, machine
 from fsdp_lab.planner.plan import Plan, plan
 from fsdp_lab.planner.questions import Target, planned, searched
-from fsdp_lab.planner.search import Search
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.planner.step import StepModel, step_seconds
 from fsdp_lab.spec.spec import Spec
@@ -107,12 +106,8 @@ def test_quantiles_and_probabilities_are_each_other_s_inverse(values: list[float
     assert 0.5 <= found.probability_below(at) <= found.probability_below(at + 0.1) <= 1.0
 
 
-def search_of(memory_bytes: int | None = None) -> Search:
-    return searched(SEVEN.replace(world_size=8, micro_batch=2), Target(hardware="a100-80"), limit_bytes=memory_bytes)
-
-
 def test_a_search_ranks_by_speed_and_probability_and_says_what_cannot_be_told_apart() -> None:
-    found = search_of()
+    found = searched(SEVEN.replace(world_size=8, micro_batch=2), Target(hardware="a100-80"))
     expected = [one.plan.step_time_s / one.plan.fits_probability for one in found.top]
     assert expected == sorted(expected)
     like = [one for one in found.top[1:] if not one.is_apart]

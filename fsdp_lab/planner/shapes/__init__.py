@@ -1,7 +1,7 @@
 """`shape_for`: the `ModelShape` of a model. Those of presets are read from a file of the package, without torch.
 
 `recorded` records shapes with torch, and writes that file; `tape` records the tape of a step; `rewrapping` makes other units
-and other depths of a shape.
+of a shape.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def shape_for(
     key = key_of(model)
     if is_packaged(model, wrap, frozen, lora, dropout):
         return _packaged(key, wrap)
-    return _recorded(key, wrap, frozen, lora, dropout, is_json=not isinstance(model, str))
+    return _recorded(key, wrap, frozen, lora, dropout)
 
 
 def is_packaged(model: str | Mapping[str, Any], wrap: str, frozen: Patterns, lora: Lora | None, dropout: str) -> bool:
@@ -80,13 +80,13 @@ def is_packaged(model: str | Mapping[str, Any], wrap: str, frozen: Patterns, lor
 
 
 @lru_cache(maxsize=64)
-def _recorded(model: str, wrap: str, frozen: Patterns, lora: Lora | None, dropout: str, *, is_json: bool) -> ModelShape:
+def _recorded(model: str, wrap: str, frozen: Patterns, lora: Lora | None, dropout: str) -> ModelShape:
     from fsdp_lab.planner.shapes.recorded import shape_of
 
     if wrap == "whole" or wrap.startswith("every:"):  # other units of what is recorded once
         Strategy(wrap=wrap)  # validates it
-        return rewrapped(_recorded(model, "block", frozen, lora, dropout, is_json=is_json), wrap)
-    return shape_of(json.loads(model) if is_json else model, wrap, frozen, lora, dropout)
+        return rewrapped(_recorded(model, "block", frozen, lora, dropout), wrap)
+    return shape_of(json.loads(model) if model.startswith("{") else model, wrap, frozen, lora, dropout)
 
 
 @lru_cache(maxsize=64)

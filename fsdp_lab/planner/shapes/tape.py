@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers.masking_utils as masking
@@ -143,7 +144,9 @@ def record(
     copied = copy.deepcopy(model, memo)
     inside = [[memo[id(m)] for m in unit] for unit in units]
     checkpointed = {id(memo[id(m)]) for m in recomputed}
-    with FakeTensorMode(allow_non_fake_inputs=True), _no_packed_sequences():
+    # Decoders look for several packed texts in a sample, which needs values; here each sample is one text.
+    one_text = mock.patch.object(masking, "find_packed_sequence_indices", lambda position_ids: None)
+    with FakeTensorMode(allow_non_fake_inputs=True), one_text:
         _make_fake(copied, precision)
         seq_len = inputs.length(model)
         batch = inputs.batch(seq_len)
@@ -171,17 +174,6 @@ def owners(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> list[list[
                     own.append((order[id(p)][1], p, owner))
         inner.append(sorted(own, key=lambda one: order[id(one[1])]))
     return [inner[-1], *inner[:-1]]
-
-
-@contextmanager
-def _no_packed_sequences() -> Iterator[None]:
-    """Decoders look for several packed texts in a sample, which needs values; here each sample is one text."""
-    original = masking.find_packed_sequence_indices
-    masking.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masking.find_packed_sequence_indices = original
 
 
 def _make_fake(model: nn.Module, precision: str) -> None:

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_lab.base.errors import FieldError
-from fsdp_lab.planner.bands import COVERED
-from tests.planner.research.fitting import Responses, coverage, leave_out, memory_quantiles
+from tests.planner.research.fitting import Responses, coverage, leave_out
 from tests.planner.research.published import PublishedCase, Row, case, memory_kind, unit_bytes
 from tests.planner.research.software import peak_of_kind
 
@@ -31,7 +30,6 @@ class Held:
     """A row and its prediction without its fold. `error`: predicted / measured - 1."""
 
     case: PublishedCase
-    fold: str
     predicted_s: float
 
     @property
@@ -86,7 +84,7 @@ def by_constant(cases: Sequence[PublishedCase]) -> list[Held]:
         others = [c for c in cases if fold(c) != fold(one)]
         same_gpu = [c for c in others if c.machine.device.name == one.machine.device.name] or others
         mfu = sum(mfus[c.id] for c in same_gpu) / len(same_gpu)
-        held.append(Held(case=one, fold=fold(one), predicted_s=at_peak_s[one.id] / mfu))
+        held.append(Held(case=one, predicted_s=at_peak_s[one.id] / mfu))
     return held
 
 
@@ -204,17 +202,6 @@ def memory_rows(rows: Iterable[Row]) -> tuple[list[MemoryRow], list[tuple[str, s
     return peaks, refused
 
 
-def memory_coverage(rows: Sequence[MemoryRow], level: float = COVERED) -> float:
-    """The share of the explained rows in bands that were made without their source, with sources weighted alike."""
-    pairs = list(zip(*log_memory_errors(rows), strict=True))
-    shares = []
-    for source in dict.fromkeys(s for _, s in pairs):
-        half = memory_quantiles(*zip(*((e, s) for e, s in pairs if s != source), strict=True)).at(level)
-        inside = [abs(e) <= half for e, s in pairs if s == source]
-        shares.append(sum(inside) / len(inside))
-    return sum(shares) / len(shares)
-
-
 def log_memory_errors(rows: Sequence[MemoryRow]) -> tuple[list[float], list[str]]:
     """ln(measured / predicted) and source of the explained rows."""
     explained = [row for row in rows if row.is_explained]
@@ -229,9 +216,10 @@ def lines(rows: Sequence[Row]) -> list[str]:
     predicted / measured - 1, beside those of a constant MFU. Widths are ln(high / low)."""
     cases, _ = usable(rows)
     fits, constant = leave_out(cases, fold), by_constant(cases)
-    held = [Held(case=one, fold=fold(one), predicted_s=one.predicted_s(fits[fold(one)])) for one in cases]
-    stress = [Held(case=one, fold="stress", predicted_s=one.predicted_s())
-              for one in (case(row) for row in rows if row["id"] in STRESS)]  # fmt: skip
+    held = [Held(case=one, predicted_s=one.predicted_s(fits[fold(one)])) for one in cases]
+    stress = [
+        Held(case=one, predicted_s=one.predicted_s()) for one in (case(row) for row in rows if row["id"] in STRESS)
+    ]
     covered = coverage(Responses.of(cases, lambda one: fits[fold(one)]))
     by_source, usual = (grouped(each, lambda row: row.case.source) for each in (held, constant))
     worst, worst_usual = (max(each, key=lambda row: abs(row.error)) for each in (held, constant))
@@ -262,9 +250,7 @@ def lines(rows: Sequence[Row]) -> list[str]:
 
 def memory_lines(rows: Sequence[MemoryRow]) -> list[str]:
     """Errors by kind and source, as text, with and without the rows that no Spec describes."""
-    text = [
-        f"Bands of memory, each made without its source: the 80 % band holds {memory_coverage(rows):.0%} of the rows."
-    ]
+    text = []
     for kind in dict.fromkeys(row.kind for row in rows):
         of_kind = [row for row in rows if row.kind == kind]
         explained = [row for row in of_kind if row.is_explained]
