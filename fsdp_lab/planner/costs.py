@@ -110,10 +110,10 @@ class Computing:
         def slowed(p: MatMul) -> float:
             return UNALIGNED if is_charged and (p.inputs % 8 or p.outputs % 8) else 1.0
 
-        if device.measured is not None:
-            curve = device.curve(dtype)
-            return sum(p.count * slowed(p) * curve(2 * seen * p.share * p.inputs * p.outputs) for p in unit.products)
         rate = device.flops_per_s(dtype) * device.matrix_share * rates.matrix
+        if device.measured is not None:
+            curve = device.measured.products[dtype]
+            return sum(p.count * slowed(p) * curve(2 * seen * p.share * p.inputs * p.outputs) for p in unit.products)
         bandwidth = device.memory_bytes_per_s * rates.memory
         total = 0.0
         for p in unit.products:

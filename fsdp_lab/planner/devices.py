@@ -93,12 +93,6 @@ class Device:
             raise SpecError("strategy.precision", f"a {self.name} has no matrix products in {dtype}", f"use {others}")
         return self.peak_flops_per_s[dtype]
 
-    def curve(self, dtype: str) -> Curve:
-        """Measured seconds of a matrix product by its FLOPs. Raises SpecError as `flops_per_s`."""
-        self.flops_per_s(dtype)
-        assert self.measured is not None
-        return self.measured.products[dtype]
-
 
 def _device(name: str) -> Device:
     gpu = VARIANTS.get(name) or GPUS[name]

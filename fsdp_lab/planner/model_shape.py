@@ -174,9 +174,7 @@ class ModelShape:
 
     def step_flops(self, seq_len: int) -> float:
         """FLOPs of the forward and the backward of one sample."""
-        if any(unit.frozen for unit in self.units):
-            return sum(unit.step_flops(self.tokens(seq_len)) for unit in self.units)
-        return 3 * self.forward_flops(seq_len)
+        return sum(unit.step_flops(self.tokens(seq_len)) for unit in self.units)
 
     @cached_property
     def call_tree(self) -> tuple[UnitCall, ...]:
