@@ -33,11 +33,6 @@ class Band:
     low: float
     high: float
 
-    @property
-    def width(self) -> float:
-        """ln(high / low)."""
-        return math.log(self.high / self.low)
-
     def inverse(self, of: float) -> Band:
         """The band of `of` / x."""
         return Band(of / self.high, of / self.low)

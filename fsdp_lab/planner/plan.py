@@ -152,11 +152,6 @@ class Plan:
         return self._memory_errors.probability_below(math.log(available / self.memory.reserved_bytes))
 
     @property
-    def exposed_share(self) -> float:
-        """Exposed communication as a share of the step."""
-        return self.step.exposed_comm_s / self.step_time_s
-
-    @property
     def binding(self) -> str:
         """The bottleneck of a step: "communication", "computing" or "the loop"."""
         if self.step.exposed_comm_s + self.step.slowed_s > BOUND * self.step_time_s:
@@ -333,7 +328,7 @@ def plan_table(plans: Sequence[Plan]) -> Table:
         share = f" ({p.fits_probability:.0%})" if 1 - SURE <= p.fits_probability <= SURE else ""
         cells += [("yes" if p.fits else "no") + share, size(p.memory.reserved_bytes), duration(p.step_time_s)]
         cells += [band_text(p), count(p.tokens_per_s), f"{p.flops_per_s / 1e12:.3g}", f"{p.mfu:.1%}"]
-        rows.append((*cells, f"{p.exposed_share:.0%}", p.binding))
+        rows.append((*cells, f"{p.step.exposed_comm_s / p.step_time_s:.0%}", p.binding))
     return Table(columns=(*names, *FIGURES), rows=tuple(rows), left=LEFT_ALIGNED | {n for n in names if n != "ranks"})
 
 
