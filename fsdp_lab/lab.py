@@ -21,7 +21,7 @@ from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.hosts import CUT_S, Hosts, SlurmHosts, ssh_hosts
 from fsdp_lab.cluster.membership import RankStatus
 from fsdp_lab.cluster.sent_code import with_code
-from fsdp_lab.planner.calibration import Calibration, alone, crowd_specs, one_rank, references, shapes_of
+from fsdp_lab.planner.calibration import Calibration, references
 from fsdp_lab.planner.plan import Plan
 from fsdp_lab.planner.questions import Target, planned, planned_here, require_memory
 from fsdp_lab.runs.activities import Activities
@@ -508,70 +508,34 @@ class Lab:
             return run.generate(prompts, **sampling).wait()
         return generated(self.cluster.call, run.id, checked_prompts(prompts), Sampling(**sampling))
 
-    def calibrate(
-        self,
-        beside: Sequence[Spec] = (),
-        *,
-        passes: int = PASSES,
-        ranks: Sequence[int] = (),
-        anchors: Sequence[Spec] = (),
-    ) -> Calibration:
+    def calibrate(self, beside: Sequence[Spec] = (), *, passes: int = PASSES) -> Calibration:
         """Measures this machine on all ranks at once, in a minute or two, for `plan`. The state of the ranks stays.
-
-            lab = Lab(1)
-            lab.calibrate(ranks=(2, 4), anchors=[lab.spec])
-            lab.plan(lab.spec.replace(world_size=4))
 
         Args:
             beside: Specs whose steps are timed in turns with the calibration's, for comparison: `Calibration.beside_s`.
-            ranks: of a lab of one rank on a CPU, plans for so many on this host as well. Temporary processes share its cores
-                as they would, for a minute or so each.
-            anchors: with `ranks`, Specs of which one rank's step is timed in the crowd, which makes plans more exact.
             passes: number of measurements of each figure.
 
-        Raises FieldError: of a Spec, of `passes` or `ranks`. ClusterError: a run is in progress, or a crowd failed.
+        Raises FieldError: of a Spec, or of `passes`. ClusterError: a run is in progress.
         """
         self._activities.require_open()
         if unfinished := self._activities.unfinished:
             reason = f"{unfinished[0]!r} is in progress and would be measured as well"
             raise ClusterError(f"{reason}; stop it or wait for it")
         check_whole("passes", passes)
-        self._check_crowds(ranks, anchors)
         begun_s, devices = time.monotonic(), self.devices
         # Matrix products in fp16 are not useful on a CPU.
         dtypes = ("fp32", "bf16") if devices[0] == "cpu" else ("fp32", "bf16", "fp16")
         per_host = ranks_per_host([seat.host for seat in self.cluster.membership.placement.seats])
         timed = references(len(devices), dtypes, devices, per_host)
-        specs = [spec.to_dict() for spec in (*(r.spec for r in timed), *beside)]
+        specs = [spec.to_dict() for spec in (*(spec for _, spec in timed), *beside)]
         for spec in beside:
             self.cluster.delivery.provide(spec)
         with progress_bar("measuring this machine") if self._shows_progress else contextlib.nullcontext():
             by_rank = self.cluster.call("calibrate", specs=specs, dtypes=dtypes, passes=passes)
             name = str(self.cluster.call("status")[0]["device_name"])
-            alike = tuple(dict.fromkeys(map(one_rank, anchors)))
-            crowds: dict[int, Calibration] = {}
-            for n in ranks:  # this rank as one of so many on its host
-                crowd_s, wanted = time.monotonic(), [spec.to_dict() for spec in crowd_specs(dtypes, alike)]
-                (crowd,) = self.cluster.call("crowd", ranks=n, specs=wanted, dtypes=dtypes, passes=passes)
-                crowds[n] = alone(crowd["each"], dtypes, alike, name=name, seconds=time.monotonic() - crowd_s)
-        took_s, shapes = time.monotonic() - begun_s, shapes_of(timed)
-        self._calibration = Calibration.of(
-            by_rank, unix_s=time.time(), seconds=took_s, name=name, devices=devices, shapes=shapes, crowds=crowds
-        )
+        took_s = time.monotonic() - begun_s
+        self._calibration = Calibration.of(by_rank, unix_s=time.time(), seconds=took_s, name=name, devices=devices)
         return self._calibration
-
-    def _check_crowds(self, ranks: Sequence[int], anchors: Sequence[Spec]) -> None:
-        """Raises ArgumentError where the calibration cannot be repeated by so many processes, with these anchors."""
-        for n in ranks:
-            check_whole("ranks", n, 2)
-        if anchors and not ranks:
-            raise ArgumentError("anchors", "they are timed in a crowd of ranks", "give ranks as well, such as (2, 4)")
-        if any(spec.workload.is_own for spec in anchors):
-            hint = "leave it out, and plan without, or give a preset or a transformers config"
-            raise ArgumentError("anchors", "the temporary processes do not have the code of your model", hint)
-        if ranks and self.devices != ("cpu",):
-            reason = f"this lab has {self.ranks} itself, on {self.devices[0]}"
-            raise ArgumentError("ranks", reason, "calibrate a lab of one on a CPU, or leave ranks out")
 
     def plan(
         self,

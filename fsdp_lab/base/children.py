@@ -45,10 +45,9 @@ class Child:
     errors: IO[bytes]  # its standard error
 
     @classmethod
-    def start(cls, module: str, threads: int) -> Child:
-        """threads: of its computing."""
+    def start(cls, module: str) -> Child:
         errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `end`
-        own = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+        own = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         own["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         environment, pipe = {**HOST_MEMORY, **os.environ, **own}, subprocess.PIPE
         options: dict[str, Any] = {"env": environment, "start_new_session": True, "stdin": pipe, "stdout": pipe}
@@ -83,7 +82,6 @@ def run_children(
     ranks: int,
     on_message: Callable[[int, str, Any], None] = lambda rank, kind, value: None,
     *,
-    threads: int = 1,
     limit_s: float = 0.0,
 ) -> list[Any]:
     """Starts a child for each rank, gives it the job with its "rank", and returns the result of each, by rank.
@@ -92,7 +90,7 @@ def run_children(
     further line. `on_message` is called with all other messages. Raises ChildError with the first error of a child, or with
     its exit code; or when `limit_s`, of all of it, is over (0: there is no limit)."""
     end_s = time.monotonic() + (limit_s or math.inf)
-    with _started(module, job, ranks, threads) as (children, messages):
+    with _started(module, job, ranks) as (children, messages):
         results: dict[int, Any] = {}
         while len(results) < ranks:
             rank, kind, value = _next(messages, end_s, limit_s)
@@ -116,9 +114,7 @@ def run_children(
 
 
 @contextlib.contextmanager
-def _started(
-    module: str, job: Mapping[str, Any], ranks: int, threads: int
-) -> Iterator[tuple[Sequence[Child], queue.Queue[Message]]]:
+def _started(module: str, job: Mapping[str, Any], ranks: int) -> Iterator[tuple[Sequence[Child], queue.Queue[Message]]]:
     """Starts the children and sends their jobs; ends all of them on exit. Yields their messages too, in order of arrival,
     with a "gone" at the end of each child's output."""
     children: list[Child] = []
@@ -133,7 +129,7 @@ def _started(
 
     try:
         for rank in range(ranks):
-            child = Child.start(module, threads)
+            child = Child.start(module)
             children.append(child)
             child.give({**job, "rank": rank})
             threading.Thread(target=read, args=(rank, child.process.stdout), daemon=True).start()

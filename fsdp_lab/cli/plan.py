@@ -54,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--memory", type=float, metavar="GIB", help="memory limit per GPU")
     add = parser.add_argument_group("what").add_argument
     add("--global-batch", type=int, metavar="N", help="samples per step; sets the number of micro-batches")
-    searches = "the fastest strategies that fit; the largest model that fits; the fewest GPUs that hold it"
+    searches = (
+        "the fastest strategies that fit; the largest preset of the family that fits; the fewest GPUs that hold it"
+    )
     add("--find", choices=SEARCHES, help=searches)
     add("--page", type=Path, metavar="FILE", help=PAGE)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -133,13 +135,13 @@ def find(args: argparse.Namespace, spec: Spec, target: Target) -> int:
     from fsdp_lab.planner.questions import fewest_ranks, largest_model, searched
 
     limit_bytes, device = memory_limit(args), target.machine(spec.world_size).device.name
-    model, result = spec.workload.model, dict[str, int]()
+    model, result = spec.workload.model, dict[str, Any]()
     if args.find == "largest":
         gpus = f"{spec.world_size:,} x {device}"
-        text = f"Not even one block of {model} fits on {gpus}."
+        text = f"No preset of {model}'s family fits on {gpus}."
         if (shape := largest_model(spec, target, limit_bytes=limit_bytes)) is not None:
-            result = {"blocks": len(shape.units) - 1, "parameters": shape.parameters}
-            text = f"{gpus} hold {result['blocks']:,} blocks of {model}: {parameter_count(shape.parameters)}."
+            result = {"model": shape.name, "blocks": len(shape.units) - 1, "parameters": shape.parameters}
+            text = f"{gpus} hold {shape.name}: {parameter_count(shape.parameters)}."
     if args.find == "fewest":
         text = f"{model} does not fit on any number of {device} that divides a global batch of {spec.global_batch:,}."
         if (machine := fewest_ranks(spec, target, limit_bytes=limit_bytes)) is not None:

@@ -35,7 +35,7 @@ DEVICE_LOST = "DeviceLost"  # the kind of an error after which the rank's proces
 
 # The methods of Session that the kernel may call. The first ones replace or drop the model.
 MODEL_METHODS = frozenset(("apply", "restore", "suspend", "resume", "unload"))
-_OTHERS = "train generate slow_next slow_end calibrate crowd arm disarm discard save saves rescue spread drop status"
+_OTHERS = "train generate slow_next slow_end calibrate arm disarm discard save saves rescue spread drop status"
 SESSION_METHODS = MODEL_METHODS.union(_OTHERS.split())
 
 

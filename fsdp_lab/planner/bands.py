@@ -33,11 +33,6 @@ class Band:
     low: float
     high: float
 
-    @property
-    def width(self) -> float:
-        """ln(high / low)."""
-        return math.log(self.high / self.low)
-
     def inverse(self, of: float) -> Band:
         """The band of `of` / x."""
         return Band(of / self.high, of / self.low)
@@ -103,12 +98,12 @@ class TimeErrors:
 # band that is shown, where a step takes as long as its host. unstated: the spread of the networks that
 # sources state, 15 to 250 Gb/s a GPU for A100s.
 PUBLISHED_ERRORS = TimeErrors(
-    sizes=dict(zip(RateKind, (0.0, 0.4, 0.1, 0.4, 0.4, 0.8, 0.5, 1.38), strict=True)),
+    sizes=dict(zip(RateKind, (0.0, 0.4, 0.2, 0.4, 0.4, 0.8, 0.5, 1.38), strict=True)),
     unstated=0.8,
     unmeasured=0.15,
     floor=0.1,
     between=0.0149,
-    quantiles=Quantiles((0.1476, 0.3262, 0.4924, 0.8103, 0.9677, 1.4099)),
+    quantiles=Quantiles((0.1427, 0.3265, 0.4856, 0.8039, 0.97, 1.4153)),
     devices=frozenset({"a100-40", "a100-64", "a100-80", "h100", "h100-hbm2e", "h200", "gb200", "v100"}),
     ranks=2048,
 )
@@ -124,11 +119,11 @@ class CalibratedErrors:
 
 # From 30 ratios of `python -m tests.bench plan`: a model that was not among those timed, two cores, other work beside it.
 CALIBRATED_ERRORS = CalibratedErrors(quantiles=Quantiles((0.041, 0.06, 0.083, 0.136, 0.185, 0.199)), between=0.079)
-# Of |ln(measured / predicted)| of peaks, by type of device: published rows (a test repeats it); on CPUs the 2 % that tests
-# allow between plan and ledger, spread evenly.
+# Of |ln(measured / predicted)| of peaks, by type of device: published rows (a test repeats it); on CPUs the 6 %
+# that tests allow between plan and ledger where there are convolutions, spread evenly.
 MEMORY_ERRORS: Mapping[str, Quantiles] = {
     "cuda": Quantiles((0.026, 0.0373, 0.0497, 0.1145, 0.1989, 0.2679)),
-    "cpu": Quantiles(tuple(0.02 * level for level in LEVELS)),
+    "cpu": Quantiles(tuple(0.06 * level for level in LEVELS)),
 }
 
 

@@ -16,13 +16,6 @@
 So the predicted model, workload and sharding need not be among the measured ones. A calibration is valid for the same number
 of ranks on the same devices under the same other load.
 
-Note: from one rank to several. Ranks of one host share its cores, so one rank is measured in a crowd of as many processes
-(`fsdp_lab/rank/crowd.py`), each of which computes and steps by itself: `Calibration.crowds`. Curves, overheads and
-traffic follow as above, from steps that take as long as the slowest process's. What communication adds is predicted: the
-collectives' own curves; the cores' time that they take from computing, all of it (`interference` 1), since ranks leave no
-core free; and the wait for the last rank, which grows with the computing between two collectives where ranks outnumber cores
-(`Machine.late`). A step of the same work by one rank (`anchors`) corrects what computing takes, and nothing else.
-
 On a GPU the host runs ahead of the device, and the smallest models show its time alone: that of a kernel
 (`Rates.eager_s`) from DDP's, which adds next to nothing to a block, then of a step, a gather or reduction, and a tensor.
 Norms, activations and losses take as long as copies of as many bytes (`UnitShape.kernels`). Predictions of this path have
@@ -31,44 +24,32 @@ not been compared with measured steps of a GPU.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import itemgetter
 from statistics import fmean, median
 from typing import Any
 
 from fsdp_lab.base.errors import ArgumentError
-from fsdp_lab.base.hardware import gpu_of_device
 from fsdp_lab.models.presets import timed_config
 from fsdp_lab.planner.costs import PASSES, SEND_KERNELS, link_bytes
 from fsdp_lab.planner.devices import PUBLISHED, Curve, Device, HostOverhead, Machine, MeasuredCurves, Rates, machine
-from fsdp_lab.planner.model_shape import ModelShape
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.planner.step import AHEAD, OVERLAPPING, StepModel
-from fsdp_lab.spec.spec import BACKEND_TRAITS, BACKENDS, Spec, Strategy, fields_with
+from fsdp_lab.spec.spec import BACKEND_TRAITS, BACKENDS, Spec
 
 SMALL = ("deep", "shallow", "whole")
 TCP_SHARE = 0.941  # of an Ethernet's rate: 1,448 bytes of payload in a frame that takes 1,538
 MOST = 4.0  # upper bound of interference and of stretch
 SHOWN = 1.02  # by how much a step must depend on them
-LEAST = 0.1  # lower bound of computing: an update that took longer than a step's prediction would leave nothing of it
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reference:
-    """A Spec whose steps are timed, for the quantity that `role` names."""
-
-    role: str  # "deep", "shallow", "whole": a small model with 6 blocks, 2, 6 in one unit; "traffic"; "weights"; "overlap"
-    spec: Spec
 
 
 def references(
     ranks: int, dtypes: Sequence[str], devices: Sequence[str] | None = None, per_host: int | None = None
-) -> list[Reference]:
-    """The Specs to time. `per_host`: ranks of a host, if there are several; the small models are sharded inside hosts then,
-    so that the network has little part in their time."""
+) -> list[tuple[str, Spec]]:
+    """The Specs to time, each with its role: "deep", "shallow", "whole", a small model with 6 blocks, 2, 6 in one unit;
+    "traffic", "weights", "overlap", the quantity that it shows. `per_host`: ranks of a host, if there are several; the small
+    models are sharded inside hosts then, so that the network has little part in their time."""
     start = Spec(world_size=ranks, devices=None if devices is None else tuple(devices))
     on_gpu = devices is not None and devices[0] != "cpu"
     width, seq_len = (2048, 512) if on_gpu else (256, 128)
@@ -79,38 +60,31 @@ def references(
         sharding = {"sharding": "full_shard"} | inside if has_units else {"sharding": "no_shard"}
         small = start.replace(backend=backend, micro_batch=1, seq_len=16, **sharding)
         deep, shallow = (small.replace(model=timed_config(32, blocks, 128)) for blocks in (6, 2))
-        timed += [Reference(role="deep", spec=deep), Reference(role="shallow", spec=shallow)]
+        timed += [("deep", deep), ("shallow", shallow)]
         if has_units:
-            timed.append(Reference(role="whole", spec=deep.replace(wrap="whole")))
+            timed.append(("whole", deep.replace(wrap="whole")))
     plain = start.replace(model=timed_config(width, 2, seq_len), sharding="no_shard", micro_batch=4, seq_len=seq_len)
     if ranks > 1:
         overlap = start.replace(model=timed_config(width, 4, seq_len), micro_batch=2, seq_len=seq_len // 2)
-        timed += [Reference(role="overlap", spec=overlap.replace(backend=b)) for b in OVERLAPPING]
+        timed += [("overlap", overlap.replace(backend=b)) for b in OVERLAPPING]
     if on_gpu:
         return timed
     # fp16's steps wait for the scale of the loss; its computing is as in bf16.
-    timed += [Reference(role="traffic", spec=plain.replace(precision=dtype)) for dtype in dtypes if dtype != "fp16"]
+    timed += [("traffic", plain.replace(precision=dtype)) for dtype in dtypes if dtype != "fp16"]
     few = plain.replace(model=timed_config(width, 4, seq_len), micro_batch=2, seq_len=seq_len // 2)
-    timed.append(Reference(role="weights", spec=few.replace(accumulate=4, sync="last") if ranks > 1 else few))
+    timed.append(("weights", few.replace(accumulate=4, sync="last") if ranks > 1 else few))
     return timed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Measurements of one machine; converts to JSON and back."""
+    """Measurements of one machine."""
 
     unix_s: float  # time of the calibration
     seconds: float  # its duration
     name: str  # of the device
     devices: tuple[str, ...]  # one per rank
     probes: Mapping[str, Any] = field(repr=False)  # results of `fsdp_lab.rank.calibration`, the mean over ranks
-    shapes: tuple[ModelShape, ...] = field(repr=False)  # of the references, in order
-    # Whether each rank made its steps by itself: they are of `one_rank` of a Spec.
-    alone: bool = field(default=False, repr=False)
-    # Of one rank, also timed: plans of the same work begin from their steps.
-    anchors: tuple[Spec, ...] = field(default=(), repr=False)
-    # Of one rank, as one of so many on its host.
-    crowds: Mapping[int, Calibration] = field(default_factory=dict, repr=False)
 
     @property
     def ranks(self) -> int:
@@ -125,16 +99,12 @@ class Calibration:
     def beside_s(self) -> list[list[float]]:
         """Seconds of each counted step of the additional Specs that were timed; nothing is fitted to them."""
         steps = self.probes["steps"]
-        return [steps[str(i)] for i in range(len(self.shapes), len(steps))]
+        return [steps[str(i)] for i in range(len(self._steps), len(steps))]
 
     @classmethod
     def of(cls, each: Sequence[Mapping[str, Any]], **fields: Any) -> Calibration:
         """Makes one from the probes of every rank, and the other fields."""
-        probes = _mean(each)
-        if fields.get("alone"):  # a step that all wait for takes as long as the slowest
-            of_all = {i: zip(*(one["steps"][i] for one in each), strict=True) for i in probes["steps"]}
-            probes["steps"] = {i: [max(step) for step in steps] for i, steps in of_all.items()}
-        return cls(probes=probes, **fields)
+        return cls(probes=_mean(each), **fields)
 
     @property
     def on_gpu(self) -> bool:
@@ -143,10 +113,6 @@ class Calibration:
     @property
     def dtypes(self) -> tuple[str, ...]:
         return tuple(self.probes["products"])
-
-    def over_gloo(self) -> Calibration:
-        """The calibration of a crowd as if its ranks had no memory to share."""
-        return replace(self, probes={**self.probes, "collectives": self.probes["gloo"]})
 
     @cached_property
     def machine(self) -> Machine:
@@ -159,12 +125,12 @@ class Calibration:
             for dtype, rows in p["scores"].items()
         }
         copies, updates = Curve.of(p["copies"]), {name: Curve.of(rows) for name, rows in p["updates"].items()}
-        per_host, late = self.per_host, p["collectives"].get("late")
-        sizes = {"collectives": self.ranks, "pairs": 2, "inside": per_host, "across": self.ranks // per_host}
+        per_host = self.per_host
+        sizes = {"collectives": self.ranks, "inside": per_host, "across": self.ranks // per_host}
         curves: dict[str, Any] = {name: _curves(p.get(name, {}), size) for name, size in sizes.items()}
         all_ranks = max((curve.best for curve in curves["collectives"].values()), default=2 * copies.best)
         link = max((curve.best for curve in curves["inside"].values()), default=all_ranks)
-        network = max((per_host * curve.last for curve in curves["across"].values()), default=all_ranks)
+        network = max((per_host * curve.best for curve in curves["across"].values()), default=all_ranks)
         device = Device(
             name=self.name,
             peak_flops_per_s=peaks,
@@ -178,98 +144,63 @@ class Calibration:
             measured=MeasuredCurves(products=products, scores=scores, copies=copies, updates=updates),
         )
         made = Machine(device=device, ranks=self.ranks, per_host=per_host, network_bytes_per_s=network, assumed={})
-        return replace(made, late=late and _lateness(late, curves["collectives"]), **curves)
+        return replace(made, **curves)
 
-    @cached_property
-    def _stepping(self) -> Machine:
-        """The machine of the steps."""
-        here = self.machine
-        return replace(here, ranks=1, per_host=1, collectives={}, late=None) if self.alone else here
-
-    def on_hosts(
-        self, hosts: int, network_gbit_per_s: float | None = None, *, per_host: int | None = None
-    ) -> tuple[Machine, Rates]:
+    def on_hosts(self, hosts: int, network_gbit_per_s: float | None = None) -> tuple[Machine, Rates]:
         """So many hosts like the calibrated one, and the rates there: inside a host those that were measured, between hosts
         a stated network, of which GPUs reach the share of published timings, and CPUs what TCP leaves. None: the usual
-        network, which is assumed. `per_host`: ranks of each; None: as many as were calibrated. From one GPU more, over the
-        links of its data sheet. Raises ArgumentError: several hosts were calibrated, a rate is out of range, or the GPU's
-        links are not known."""
+        network, which is assumed. Raises ArgumentError: several hosts were calibrated, or a rate is out of range."""
         if self.per_host != self.ranks:
             reason = f"{self.ranks // self.per_host} hosts were calibrated, and their network with them"
             raise ArgumentError("hosts", reason, "calibrate on one host to plan for more")
-        ranks = per_host or self.ranks
-        device = self.machine.device if ranks == self.ranks else self._linked()
-        there = machine(device, hosts * ranks, hosts=hosts, network_gbit_per_s=network_gbit_per_s)
+        device = self.machine.device
+        there = machine(device, hosts * self.ranks, hosts=hosts, network_gbit_per_s=network_gbit_per_s)
         rates = replace(self.rates, network=PUBLISHED.network if self.on_gpu else TCP_SHARE)
         rates = replace(rates, **{name: getattr(PUBLISHED, name) for name in ("hop_s", "latency_s", "jitter_s")})
-        if ranks != self.ranks:
-            return there, replace(rates, link=PUBLISHED.link, interference=PUBLISHED.interference)
-        return replace(there, inside=self.machine.collectives, pairs=self.machine.pairs), rates
-
-    def _linked(self) -> Device:
-        """The GPU with the links of its data sheet."""
-        gpu = gpu_of_device(self.name)
-        if gpu is None:
-            reason = f"one GPU was calibrated, and the links of a {self.name} are not known"
-            raise ArgumentError("hosts", reason, "calibrate all GPUs of a host, or name hardware")
-        link, switched = gpu.nvlink_bytes_per_s or gpu.pcie_bytes_per_s, gpu.nvlink_bytes_per_s is not None
-        return replace(self.machine.device, link_bytes_per_s=link, switched=switched)
+        return replace(there, inside=self.machine.collectives), rates
 
     @cached_property
     def rates(self) -> Rates:
         """The measured rates, for `plan`."""
         rates = replace(PUBLISHED, matrix=1.0, memory=1.0, link=1.0, network=1.0)
         rates = replace(rates, latency_s=0.0, hop_s=0.0, jitter_s=0.0, step_s=0.0, kernel_s=0.0)
-        rates = replace(rates, interference=1.0 if self.alone else 0.5)
+        rates = replace(rates, interference=0.5)
         for _ in range(6):  # each has a small effect on the measurements that determine the others
             if self.on_gpu:
                 rates = replace(rates, eager_s=self._eager_s(rates))
             rates = replace(rates, hosts={backend: self._host(backend, rates) for backend in BACKENDS})
             if not self.on_gpu:
                 rates = replace(rates, traffic_of=self._traffic(rates))
-                # A step of a model on few tokens is linear in them.
-                ((r, shape, seconds),) = (step for step in self._steps if step[0].role == "weights")
-                none, one = (self._predicted_s(r, shape, replace(rates, weights=times)) for times in (0.0, 1.0))
-                rates = replace(rates, weights=max(0.0, (seconds - none) / (one - none)))
+                ((_, spec, seconds),) = (step for step in self._steps if step[0] == "weights")
+                weights = self._linear(spec, seconds, *(replace(rates, weights=times) for times in (0.0, 1.0)))
+                rates = replace(rates, weights=weights)
             for backend in OVERLAPPING:
                 rates = self._with_overlap(backend, rates)
         return rates
 
-    def rates_of(self, spec: Spec, shape: ModelShape) -> Rates:
-        """`rates`, with the computing of a step of the same work that one rank made, if there is one in `anchors`."""
-        anchor = one_rank(spec) if self.anchors else spec
-        if anchor not in self.anchors:
-            return self.rates
-        measured_s = median(self.probes["steps"][str(len(self.shapes) + self.anchors.index(anchor))])
-        tokens = shape.tokens(spec.workload.seq_len)
-        one_s, two_s = (  # linear in the computing
-            StepModel(anchor, shape.units, tokens, self._stepping, replace(self.rates, computing=k)).step().seconds
-            for k in (1.0, 2.0)
-        )
-        return replace(self.rates, computing=max(LEAST, 1.0 + (measured_s - one_s) / (two_s - one_s)))
-
     @cached_property
-    def _steps(self) -> list[tuple[Reference, ModelShape, float]]:
-        """Each reference with its shape and the median seconds of its steps."""
-        ranks, devices = (1, self.devices[:1]) if self.alone else (self.ranks, self.devices)
-        wanted = references(ranks, self.dtypes, devices, None if self.alone else self.per_host)
-        if len(wanted) != len(self.shapes):
-            raise ArgumentError("calibration", "an earlier version timed other models", "call lab.calibrate() again")
-        timed = zip(wanted, self.shapes, strict=True)
-        return [(r, shape, median(self.probes["steps"][str(i)])) for i, (r, shape) in enumerate(timed)]
+    def _steps(self) -> list[tuple[str, Spec, float]]:
+        """Each reference with the median seconds of its steps."""
+        wanted = references(self.ranks, self.dtypes, self.devices, self.per_host)
+        return [(*one, median(self.probes["steps"][str(i)])) for i, one in enumerate(wanted)]
 
-    def _unexplained(self, backend: str, rates: Rates) -> dict[str, tuple[float, ModelShape, StepModel]]:
+    def _unexplained(self, backend: str, rates: Rates) -> dict[str, tuple[float, StepModel]]:
         """Seconds of the small models' steps that are not predicted, by role."""
         return {
-            r.role: (seconds - self._predicted_s(r, shape, rates), shape, self._model(r, shape, rates))
-            for r, shape, seconds in self._steps
-            if r.spec.strategy.backend == backend and r.role in SMALL
+            role: (seconds - self._predicted_s(spec, rates), self._model(spec, rates))
+            for role, spec, seconds in self._steps
+            if spec.strategy.backend == backend and role in SMALL
         }
+
+    def _linear(self, spec: Spec, seconds: float, none: Rates, one: Rates) -> float:
+        """The quantity, 0 or more, that predicts these seconds of a step, which is linear in it, at rates with 0 and 1."""
+        none_s, one_s = self._predicted_s(spec, none), self._predicted_s(spec, one)
+        return max(0.0, (seconds - none_s) / (one_s - none_s))
 
     def _eager_s(self, rates: Rates) -> float:
         """The host's time for a kernel, from what DDP's steps take longer with more blocks."""
         of_role = self._unexplained("ddp", rates)
-        (deep_s, _, deep), (shallow_s, _, shallow) = of_role["deep"], of_role["shallow"]
+        (deep_s, deep), (shallow_s, shallow) = of_role["deep"], of_role["shallow"]
         issuing_s = [sum(sum(work.issue_s.values()) for work in model.works) for model in (deep, shallow)]
         kernels = (issuing_s[0] - issuing_s[1]) / rates.eager_s
         return max(1e-7, rates.eager_s + (deep_s - shallow_s) / kernels)
@@ -277,8 +208,8 @@ class Calibration:
     def _host(self, backend: str, rates: Rates) -> HostOverhead:
         """The overhead per step, collective and tensor, from the unexplained time of the small models' steps."""
         unexplained = {
-            role: (seconds, model.sends, sum(len(unit.parameters) for unit in shape.units))
-            for role, (seconds, shape, model) in self._unexplained(backend, rates).items()
+            role: (seconds, model.sends, sum(len(unit.parameters) for unit in model.units))
+            for role, (seconds, model) in self._unexplained(backend, rates).items()
         }
         deep, shallow, whole = unexplained["deep"], unexplained["shallow"], unexplained.get("whole")
         now = rates.host(backend)
@@ -295,25 +226,22 @@ class Calibration:
     def _traffic(self, rates: Rates) -> dict[str, float]:
         """The traffic by dtype, from the step of the unsharded model, which is linear in it."""
         traffic = {}
-        for r, shape, seconds in self._steps:
-            if r.role == "traffic":
-                dtype = r.spec.strategy.dtypes.param
-                none, one = (
-                    self._predicted_s(r, shape, replace(rates, traffic_of={dtype: share})) for share in (0.0, 1.0)
-                )
-                traffic[dtype] = max(0.0, (seconds - none) / (one - none))
+        for role, spec, seconds in self._steps:
+            if role == "traffic":
+                dtype = spec.strategy.dtypes.param
+                both = (replace(rates, traffic_of={dtype: share}) for share in (0.0, 1.0))
+                traffic[dtype] = self._linear(spec, seconds, *both)
         return {**traffic, "fp16": traffic["bf16"]} if "bf16" in traffic else traffic
 
     def _with_overlap(self, backend: str, rates: Rates) -> Rates:
         """The rates with the interference or stretch that predicts the step of role "overlap", by bisection (it grows
         with both). Where the network is so slow that computing hides little of it, interference has no part in that,
         and stays."""
-        steps = [step for step in self._steps if step[0].role == "overlap" and step[0].spec.strategy.backend == backend]
+        steps = [step for step in self._steps if step[0] == "overlap" and step[1].strategy.backend == backend]
         if not steps:
             return rates
-        ((r, shape, seconds),) = steps
-
-        alone = self._model(r, shape, replace(rates, interference=0.0)).step()
+        ((_, spec, seconds),) = steps
+        alone = self._model(spec, replace(rates, interference=0.0)).step()
         overlaps = backend not in AHEAD and alone.exposed_comm_s < alone.computing_s
 
         def with_(value: float) -> Rates:
@@ -322,73 +250,23 @@ class Calibration:
             return replace(rates, hosts={**rates.hosts, backend: replace(rates.host(backend), stretch=value)})
 
         low, high = 0.0, MOST
-        least_s, most_s = (self._predicted_s(r, shape, with_(value)) for value in (low, high))
+        least_s, most_s = (self._predicted_s(spec, with_(value)) for value in (low, high))
         if most_s < SHOWN * least_s:  # the host takes longer than both, and the step shows neither
             return rates
         for _ in range(12):
             middle = (low + high) / 2
-            if self._predicted_s(r, shape, with_(middle)) < seconds:
+            if self._predicted_s(spec, with_(middle)) < seconds:
                 low = middle
             else:
                 high = middle
         return with_((low + high) / 2)
 
-    def _predicted_s(self, r: Reference, shape: ModelShape, rates: Rates) -> float:
-        return self._model(r, shape, rates).step().seconds
+    def _predicted_s(self, spec: Spec, rates: Rates) -> float:
+        return self._model(spec, rates).step().seconds
 
-    def _model(self, r: Reference, shape: ModelShape, rates: Rates) -> StepModel:
-        return StepModel(r.spec, shape.units, shape.tokens(r.spec.workload.seq_len), self._stepping, rates)
-
-    def to_dict(self) -> dict[str, Any]:
-        shapes = [replace(shape, tapes={}).to_dict() for shape in self.shapes]
-        d: dict[str, Any] = {name: getattr(self, name) for name in ("unix_s", "seconds", "name")}
-        d |= {"devices": list(self.devices), "probes": dict(self.probes), "shapes": shapes, "alone": self.alone}
-        d["anchors"] = [spec.to_dict() for spec in self.anchors]
-        return {**d, "crowds": {str(ranks): crowd.to_dict() for ranks, crowd in self.crowds.items()}}
-
-    @classmethod
-    def from_dict(cls, d: Mapping[str, Any]) -> Calibration:
-        """Raises ValueError if it is no calibration."""
-        try:
-            fields: dict[str, Any] = {name: d[name] for name in ("unix_s", "seconds", "name", "probes", "alone")}
-            fields |= {"devices": tuple(d["devices"]), "shapes": tuple(map(ModelShape.from_dict, d["shapes"]))}
-            crowds = {int(ranks): cls.from_dict(crowd) for ranks, crowd in d["crowds"].items()}
-            return cls(**fields, anchors=tuple(map(Spec.from_dict, d["anchors"])), crowds=crowds)
-        except (KeyError, TypeError) as e:
-            raise ValueError(f"this is no calibration ({type(e).__name__}: {e}); make one with lab.calibrate()") from e
-
-
-def crowd_specs(dtypes: Sequence[str], anchors: Sequence[Spec]) -> list[Spec]:
-    """The Specs that one rank of a crowd times: the references, then the anchors."""
-    return [*(r.spec for r in references(1, dtypes, ("cpu",))), *anchors]
-
-
-def alone(
-    each: Sequence[Mapping[str, Any]], dtypes: Sequence[str], anchors: tuple[Spec, ...], *, name: str, seconds: float
-) -> Calibration:
-    """The calibration of one rank in a crowd, from the probes of all that were in it."""
-    fields = {"shapes": shapes_of(references(1, dtypes, ("cpu",))), "devices": ("cpu",) * len(each), "anchors": anchors}
-    return Calibration.of(each, unix_s=time.time(), seconds=seconds, name=name, alone=True, **fields)
-
-
-def shapes_of(timed: Sequence[Reference]) -> tuple[ModelShape, ...]:
-    return tuple(replace(shape_for(r.spec.workload.model, r.spec.strategy.wrap), tapes={}) for r in timed)
-
-
-def one_rank(spec: Spec) -> Spec:
-    """The Spec of one micro-batch on one rank: what the ranks of `spec` each compute."""
-    sharding = "no_shard" if spec.strategy.is_replicated else "full_shard"
-    usual = {name: getattr(Strategy, name) for name in fields_with("between_ranks")}
-    return spec.replace(world_size=1, devices=None, link=None, sharding=sharding, accumulate=1, **usual)
-
-
-def _lateness(rows: Sequence[Sequence[float]], collectives: Mapping[str, Curve]) -> Curve:
-    """The lateness by seconds of computing, from rounds of computing and a small collective, which take its time as well."""
-    own_s = min(curve.points[0][1] for curve in collectives.values())
-    sizes = sorted(rows, key=itemgetter(0))
-    each = len(sizes) // 4  # rows of one size; its passes differ a little in the seconds of computing
-    means = [[fmean(column) for column in zip(*sizes[i : i + each], strict=True)] for i in range(0, len(sizes), each)]
-    return Curve.of([computing_s, late_s - own_s] for computing_s, late_s in means)
+    def _model(self, spec: Spec, rates: Rates) -> StepModel:
+        shape = shape_for(spec.workload.model, spec.strategy.wrap)
+        return StepModel(spec, shape.units, shape.tokens(spec.workload.seq_len), self.machine, rates)
 
 
 def _curves(rows: Mapping[str, Sequence[Sequence[float]]], size: int) -> dict[str, Curve]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from fsdp_lab.engine.schedule import Direction
 from fsdp_lab.planner.devices import Device, Machine, Rates
-from fsdp_lab.planner.model_shape import MatMul, UnitShape
+from fsdp_lab.planner.model_shape import MatMul, SizeFormula, UnitShape
 from fsdp_lab.spec.optimizer import TorchOptimizer
 from fsdp_lab.spec.spec import Spec, Strategy
 
@@ -95,9 +95,9 @@ class Computing:
         back = (1 + unit.trained_share) * products + scores_back + other_back + host
         issued_back = issue_back + issuing + (issue if recomputes else 0.0)
         return Work(
-            forward_s=rates.computing * forward,
-            backward_s=rates.computing * back if unit.has_backward else 0.0,
-            recompute_s=rates.computing * (recompute + host) if recomputes else 0.0,
+            forward_s=forward,
+            backward_s=back if unit.has_backward else 0.0,
+            recompute_s=recompute + host if recomputes else 0.0,
             issue_s={Direction.FORWARD: issue + issuing, Direction.BACKWARD: issued_back},
         )
 
@@ -110,10 +110,10 @@ class Computing:
         def slowed(p: MatMul) -> float:
             return UNALIGNED if is_charged and (p.inputs % 8 or p.outputs % 8) else 1.0
 
-        if device.measured is not None:
-            curve = device.curve(dtype)
-            return sum(p.count * slowed(p) * curve(2 * seen * p.share * p.inputs * p.outputs) for p in unit.products)
         rate = device.flops_per_s(dtype) * device.matrix_share * rates.matrix
+        if device.measured is not None:
+            curve = device.measured.products[dtype]
+            return sum(p.count * slowed(p) * curve(2 * seen * p.share * p.inputs * p.outputs) for p in unit.products)
         bandwidth = device.memory_bytes_per_s * rates.memory
         total = 0.0
         for p in unit.products:
@@ -170,7 +170,7 @@ def arithmetic(strategy: Strategy) -> str:
 
 def saved_bytes(unit: UnitShape, tokens: int, dtype: str) -> float:
     """Bytes that one sample's forward saves for the backward, without attention's scores, which are counted apart."""
-    return replace(unit.saved[dtype], per_pair_bytes=0.0).bytes_of(tokens)
+    return SizeFormula(tuple(term for term in unit.saved[dtype].terms if term[1] < 2)).bytes_of(1, tokens)
 
 
 def traffic_bytes(
@@ -223,7 +223,7 @@ def memory_traffic(unit: UnitShape, *, norm: Bytes = RMS_NORM, loss: Bytes = LOS
     """Bytes per token in half precision, of a transformer's block or of a head with its loss, which is one product without
     attention. None for other units. norm: of a gated block."""
     if not unit.heads:
-        if len(unit.products) != 1 or unit.saved["bf16"].fixed_bytes:
+        if len(unit.products) != 1 or any(not t for _, t, _ in unit.saved["bf16"].terms):
             return None
         head = unit.products[0]
         return _sum_traffic((head.count * head.outputs * head.share, loss))
@@ -310,16 +310,12 @@ def collective_seconds(kind: str, payload_bytes: float, group: RankGroup, machin
 
 
 def _measured_seconds(kind: str, sent: float, group: RankGroup, machine: Machine) -> float:
-    """From the curve of the links that the group uses; inside a host interpolated between pairs, if there are any, and all
-    ranks of it. Groups that share a host's network take as long as the measured ones, with as many bytes on it."""
+    """From the curve of the links that the group uses; inside a host, of all its ranks. Groups that share a host's network
+    take as long as the measured ones, with as many bytes on it."""
     rings = min(group.stride, machine.per_host)
     if group.size * group.stride > machine.per_host:
         return machine.collectives[kind](sent) if rings == 1 else machine.across[kind](sent * rings / machine.per_host)
-    of_all = (machine.inside.get(kind) or machine.collectives[kind])(sent)
-    if kind not in machine.pairs:
-        return of_all
-    share = (group.size - 2) / (machine.per_host - 2)
-    return share * of_all + (1 - share) * machine.pairs[kind](sent)
+    return (machine.inside.get(kind) or machine.collectives[kind])(sent)
 
 
 def late_s(size: int, rates: Rates) -> float:

@@ -55,12 +55,6 @@ class Curve:
         """The highest rate of any point, in sizes per second."""
         return max(size / seconds for size, seconds in self.points)
 
-    @property
-    def last(self) -> float:
-        """The rate of the largest point. A network may let a short burst pass faster than it can go on."""
-        size, seconds = self.points[-1]
-        return size / seconds
-
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCurves:
@@ -98,12 +92,6 @@ class Device:
             others = ", ".join(d for d in self.peak_flops_per_s if d != "tf32")
             raise SpecError("strategy.precision", f"a {self.name} has no matrix products in {dtype}", f"use {others}")
         return self.peak_flops_per_s[dtype]
-
-    def curve(self, dtype: str) -> Curve:
-        """Measured seconds of a matrix product by its FLOPs. Raises SpecError as `flops_per_s`."""
-        self.flops_per_s(dtype)
-        assert self.measured is not None
-        return self.measured.products[dtype]
 
 
 def _device(name: str) -> Device:
@@ -150,11 +138,8 @@ class Machine:
     assumed: Mapping[str, str]
     # If measured: seconds by kind and link bytes, of the group of all ranks, and of others, all of a kind at once.
     collectives: Mapping[str, Curve] = field(default_factory=dict)
-    pairs: Mapping[str, Curve] = field(default_factory=dict)  # of two ranks of a host
     inside: Mapping[str, Curve] = field(default_factory=dict)  # of the ranks of each host, if there are several hosts
     across: Mapping[str, Curve] = field(default_factory=dict)  # of one rank of each host
-    # Of all ranks: by seconds of computing between two collectives, how long the last rank is waited for.
-    late: Curve | None = None
 
     @property
     def hosts(self) -> int:
@@ -278,7 +263,6 @@ class Rates:
     # If measured: memory traffic of a product per byte of its weight, beyond one that is repeated. Bytes at the rate of the
     # best copy, which is a cache's on a CPU: so it is above 1.
     weights: float = 0.0
-    computing: float = 1.0  # what computing takes, relative to all of the above, if a step of the same work was timed
 
     def host(self, backend: str) -> HostOverhead:
         return self.hosts.get(backend, HostOverhead())
@@ -286,16 +270,16 @@ class Rates:
 
 # Fitted to all usable rows of tests/planner/research/data/fsdp_measurements.csv. A test repeats the fit.
 PUBLISHED = Rates(
-    matrix=0.869,
-    attention={"ampere": 0.3129, "hopper": 0.1675},
+    matrix=0.8672,
+    attention={"ampere": 0.3124, "hopper": 0.168},
     memory=0.9,
-    operands=1.113,
+    operands=1.11,
     link=0.8,
     network=0.82,
     latency_s=3.4e-6,
     hop_s=38e-6,
-    jitter_s=1.301e-4,
-    interference=0.1533,
-    step_s=0.008816,
+    jitter_s=1.316e-4,
+    interference=0.1508,
+    step_s=0.008815,
     kernel_s=4.844e-5,
 )

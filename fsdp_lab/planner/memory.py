@@ -2,11 +2,6 @@
 
 The model's tape of one step (`fsdp_lab.planner.model_shape`) is replayed with the sizes of the Spec. At every point of the
 schedule the backend's `MemoryModel` allocates and frees what it gathers, keeps and sends.
-
-`under_pressure` predicts whether memory is so full that FSDP1's collectives no longer overlap with computing. FSDP1 gathers
-on a separate stream, so a freed buffer can be reused only when the stream that used it has caught up; on a nearly full
-device the allocator then releases its cached blocks and calls the driver, and each time the host waits for the device
-(arXiv 2304.11277, sections 3.4.2 and 5.4). FSDP2 frees without that, and its memory is as predicted.
 """
 
 from __future__ import annotations
@@ -16,8 +11,7 @@ from dataclasses import dataclass
 
 from fsdp_lab.base.events import RoleBytes
 from fsdp_lab.engine.schedule import Direction, PointSide
-from fsdp_lab.planner.costs import BYTES, arithmetic
-from fsdp_lab.planner.devices import Machine
+from fsdp_lab.planner.costs import arithmetic
 from fsdp_lab.planner.memory_models.base import (
     ACTIVATIONS,
     GRADIENTS,
@@ -31,16 +25,13 @@ from fsdp_lab.planner.memory_models.base import (
 )
 from fsdp_lab.planner.memory_models.flat import FlatMemory
 from fsdp_lab.planner.memory_models.fsdp import DDPMemory, FSDP1Memory, FSDP2Memory
-from fsdp_lab.planner.model_shape import ALLOCATED, ARRIVED, FREED, SCRATCH, ModelShape, TapeChange, TapeSegment
-from fsdp_lab.planner.step import recomputed
+from fsdp_lab.planner.model_shape import ALLOCATED, ARRIVED, FREED, ModelShape, TapeChange, TapeSegment
 from fsdp_lab.spec.spec import Spec
 
 CONTEXT_BYTES = 1 << 30  # GPU memory of CUDA's context, NCCL's buffers and the libraries' workspaces
 # Blocks of a caching allocator that fit no request, as a share of the allocated bytes at the peak: what it cannot release.
 # Below all published pairs: 0.15 to 0.83 in figure 8 of arXiv 2304.11277, 0.16 where torchtitan fills its device.
 GPU_SLACK = 0.06
-PRESSURE = 0.92  # share of device memory; the rest is for the driver, the communicator and fragmentation
-GATHERED = 3  # blocks at a time: one in use and two that the rate limiter admits
 MODELS: Mapping[str, type[MemoryModel]]
 MODELS = {"lab": FlatMemory, "fsdp2": FSDP2Memory, "fsdp1": FSDP1Memory, "ddp": DDPMemory}
 
@@ -82,11 +73,6 @@ def loading_bytes(spec: Spec, shape: ModelShape, *, device: str) -> int:
     return round(max(skeleton, whole * (2 + 1 / spec.shard_factor), buckets + values))
 
 
-def has_scratch(spec: Spec) -> bool:
-    """Returns whether a CPU's convolutions copy: those of one sample in fp32 go by another way."""
-    return spec.workload.micro_batch > 1 or spec.strategy.dtypes.param != "fp32"
-
-
 def batch_bytes(spec: Spec, shape: ModelShape) -> float:
     """The batch's bytes on a CPU: ids and images are numpy's memory, which is not counted; labels are torch's copy of
     the ids. A dataset of the user's own is collated by torch."""
@@ -101,9 +87,8 @@ class _Step:
         self._spec, self._shape, self._tracker, self._on_gpu = spec, shape, MemoryTracker(), on_gpu
         self._model = model(spec, shape, self._tracker, on_gpu=on_gpu)
         self._samples, self._tokens = spec.workload.micro_batch, shape.tokens(spec.workload.seq_len)
-        self._has_scratch = not on_gpu and has_scratch(spec)
         self._sizes: dict[int, tuple[Sequence[TapeChange], list[tuple[str, float, int | None, int]]]] = {}
-        self._played: dict[tuple[object, ...], tuple[MemoryTracker, object]] = {}
+        self._played: dict[tuple[object, ...], tuple[MemoryTracker, float]] = {}
 
     def plan(self) -> MemoryPlan:
         tracker, model = self._tracker, self._model
@@ -161,10 +146,10 @@ class _Step:
             total, self._tracker = self._tracker, MemoryTracker()
             model.tracker = self._tracker
             self._allocate(changes, unit)
-            played = self._played[key] = (self._tracker, model.unit_state(unit))
+            played = self._played[key] = (self._tracker, model.fresh[unit])
             self._tracker = model.tracker = total
         self._tracker.add(played[0])
-        model.set_unit_state(unit, played[1])
+        model.fresh[unit] = played[1]
 
     def _allocate(self, changes: Sequence[TapeChange], own: int) -> None:
         tracker, model = self._tracker, self._model
@@ -176,9 +161,6 @@ class _Step:
                 tracker.alloc(ACTIVATIONS, size)
             elif kind == FREED:
                 tracker.free(ACTIVATIONS, size)
-            elif kind == SCRATCH:
-                tracker.alloc(ACTIVATIONS, size * self._has_scratch)
-                tracker.free(ACTIVATIONS, size * self._has_scratch)
             elif kind == ARRIVED:
                 model.gradient_ready(own if unit is None else unit, index, size)
             else:
@@ -206,32 +188,3 @@ def tape_of(shape: ModelShape, spec: Spec) -> Sequence[TapeSegment]:
         return whole
     each = int(s.recompute.partition(":")[2])
     return [b if b.point.call and (b.point.call - 1) % each == 0 else a for a, b in zip(plain, whole, strict=True)]
-
-
-def under_pressure(spec: Spec, shape: ModelShape, machine: Machine) -> bool:
-    """Returns whether collectives wait for memory; False if the plan does not fit at all."""
-    if spec.strategy.backend != "fsdp1" or spec.shard_factor == 1 or machine.device.type == "cpu":
-        return False
-    return PRESSURE < needed_bytes(spec, shape) / machine.device.memory_bytes <= 1.0
-
-
-def needed_bytes(spec: Spec, shape: ModelShape) -> float:
-    """Bytes of a rank at the end of a micro-batch's forward: state, activations, gathered blocks."""
-    root, *blocks = (unit.numel for unit in shape.units)
-    param, reduced = (BYTES[dtype] for dtype in (spec.strategy.dtypes.param, spec.strategy.dtypes.reduce))
-    in_flight = (GATHERED * param + 2 * reduced) * max(blocks, default=0) + (param + reduced) * root
-    state = 4 * (1 + len(spec.workload.torch_optimizer.slots))  # fp32 gradients and the optimizer's state
-    held = 4 * shape.parameters + state * sum(unit.trained_numel for unit in shape.units)
-    return held / spec.shard_factor + activation_bytes(spec, shape) + in_flight
-
-
-def activation_bytes(spec: Spec, shape: ModelShape) -> float:
-    """Activations of a micro-batch, with the logits. A recomputed block saves only its input."""
-    tokens, dtype = shape.tokens(spec.workload.seq_len), spec.strategy.dtypes.param
-    saved = [unit.saved[dtype].bytes_of(tokens) for unit in shape.units[1:]]
-    inputs = [BYTES[dtype] * unit.boundary_elements * tokens for unit in shape.units[1:]]
-    recomputing = recomputed(spec, len(shape.units))
-    blocks = sum(inputs[i] if i + 1 in recomputing else saved[i] for i in range(len(saved)))
-    logits = shape.units[0].saved[dtype].bytes_of(tokens)  # freed before the blocks are recomputed
-    temporary = max(logits, max(saved)) if recomputing else logits
-    return spec.workload.micro_batch * (blocks + temporary)

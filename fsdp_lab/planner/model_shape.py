@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
-from fsdp_lab.engine.schedule import Direction, Point, PointSide, UnitCall
+from fsdp_lab.engine.schedule import Point, UnitCall
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,18 +26,6 @@ class MatMul:
     @property
     def weights(self) -> int:
         return self.inputs * self.outputs * self.count
-
-
-@dataclass(frozen=True, kw_only=True)
-class SavedBytes:
-    """Bytes that autograd saves in the forward of a sample of T tokens: `per_token * T + per_pair * T^2 + fixed`."""
-
-    per_token_bytes: float = 0.0
-    per_pair_bytes: float = 0.0  # 0 if attention does not materialise its matrix
-    fixed_bytes: float = 0.0
-
-    def bytes_of(self, tokens: int) -> float:
-        return self.per_token_bytes * tokens + self.per_pair_bytes * tokens * tokens + self.fixed_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +67,7 @@ class UnitShape:
     parameters: tuple[int, ...]  # elements of each tensor, in the module's order
     products: tuple[MatMul, ...] = ()
     pair_flops: float = 0.0  # of the attention's forward, per pair of tokens of a sample: 4 x heads x head width
-    saved: Mapping[str, SavedBytes]  # by compute dtype: "fp32", "bf16", "fp16"
+    saved: Mapping[str, SizeFormula]  # by autograd in the forward; by compute dtype: "fp32", "bf16", "fp16"
     boundary_elements: float = 0.0  # of the unit's input, per token: all that recomputation saves
     heads: int = 0  # of the attention
     causal: bool = False  # a fused kernel skips half of the pairs
@@ -123,7 +110,6 @@ class UnitShape:
 
 ALLOCATED, FREED = "+", "-"  # memory that is no parameter's gradient
 MADE, ARRIVED = "g", "!"  # a parameter's gradient is allocated; it is complete and can be reduced
-SCRATCH = "~"  # memory inside one kernel of a CPU, which is freed before the kernel ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +174,7 @@ class ModelShape:
 
     def step_flops(self, seq_len: int) -> float:
         """FLOPs of the forward and the backward of one sample."""
-        if any(unit.frozen for unit in self.units):
-            return sum(unit.step_flops(self.tokens(seq_len)) for unit in self.units)
-        return 3 * self.forward_flops(seq_len)
+        return sum(unit.step_flops(self.tokens(seq_len)) for unit in self.units)
 
     @cached_property
     def call_tree(self) -> tuple[UnitCall, ...]:
@@ -198,102 +182,3 @@ class ModelShape:
         if self.calls:
             return tuple(UnitCall(unit, parent) for unit, parent in self.calls)
         return (UnitCall(0), *(UnitCall(i, 0) for i in range(1, len(self.units))))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain lists and scalars. Equal units, sizes and segments are written once."""
-        units, sizes, changes = _Table(), _Table(), _Table()
-        sequence = [units.number(_unit_to_dict(unit)) for unit in self.units]
-
-        def to_row(segment: TapeSegment) -> list[int]:
-            row = [_change_to_list(c, sizes.number(_terms(c.size))) for c in segment.changes]
-            p = segment.point
-            return [_DIRECTIONS.index(p.direction), p.call, _MOMENTS.index(p.moment), changes.number(row)]
-
-        tapes = {name: [to_row(segment) for segment in tape] for name, tape in self.tapes.items()}
-        d: dict[str, Any] = {"name": self.name, "units": units.rows, "sequence": sequence}
-        d["image_tokens"] = self.image_tokens
-        d |= {"calls": [list(call) for call in self.calls], "unit_names": list(self.unit_names), "sizes": sizes.rows}
-        d |= {"changes": changes.rows, "tapes": tapes, "buffers_bytes": self.buffers_bytes}
-        return {**d, "batch": _terms(self.batch)}
-
-    @classmethod
-    def from_dict(cls, d: Mapping[str, Any]) -> ModelShape:
-        units = [_unit_from_dict(row) for row in d["units"]]
-        sizes = [_size(terms) for terms in d["sizes"]]
-        changes = [tuple(_change_from_list(x, sizes) for x in row) for row in d["changes"]]
-
-        def segment(direction: int, call: int, moment: int, row: int) -> TapeSegment:
-            return TapeSegment(Point(_DIRECTIONS[direction], call, _MOMENTS[moment]), changes[row])
-
-        return cls(
-            name=d["name"],
-            units=tuple(units[i] for i in d["sequence"]),
-            image_tokens=d["image_tokens"],
-            calls=tuple((unit, parent) for unit, parent in d["calls"]),
-            unit_names=tuple(d["unit_names"]),
-            tapes={name: tuple(segment(*row) for row in tape) for name, tape in d["tapes"].items()},
-            buffers_bytes=d["buffers_bytes"],
-            batch=_size(d["batch"]),
-        )
-
-
-class _Table:
-    """Distinct rows, each with its number."""
-
-    def __init__(self) -> None:
-        self.rows: list[Any] = []
-        self._numbers: dict[Any, int] = {}
-
-    def number(self, row: Any) -> int:
-        key = repr(row)
-        if key not in self._numbers:
-            self._numbers[key] = len(self.rows)
-            self.rows.append(row)
-        return self._numbers[key]
-
-
-_DIRECTIONS = (Direction.FORWARD, Direction.BACKWARD, Direction.UPDATE)
-_MOMENTS = (PointSide.BEFORE, PointSide.AFTER)
-
-
-_KINDS = (ALLOCATED, FREED, MADE, ARRIVED, SCRATCH)
-
-
-def _terms(size: SizeFormula) -> list[list[float]]:
-    return [list(term) for term in size.terms]
-
-
-def _size(terms: Any) -> SizeFormula:
-    return SizeFormula(tuple((b, t, c) for b, t, c in terms))
-
-
-def _change_to_list(change: TapeChange, size: int) -> list[int]:
-    whose = () if change.index < 0 else (change.index,) if change.unit is None else (change.index, change.unit)
-    return [_KINDS.index(change.kind), size, *whose]
-
-
-def _change_from_list(row: Sequence[int], sizes: Sequence[SizeFormula]) -> TapeChange:
-    kind, size, *whose = row
-    index = whose[0] if whose else -1
-    return TapeChange(_KINDS[kind], sizes[size], whose[1] if len(whose) > 1 else None, index)
-
-
-def _unit_to_dict(unit: UnitShape) -> dict[str, Any]:
-    d: dict[str, Any] = {"name": unit.name, "parameters": list(unit.parameters)}
-    d |= {"shapes": [list(s) for s in unit.shapes], "full_precision": list(unit.full_precision)}
-    d |= {"pair_flops": unit.pair_flops}
-    d["products"] = [[p.inputs, p.outputs, p.count, p.share] for p in unit.products]
-    d["saved"] = {k: [v.per_token_bytes, v.per_pair_bytes, v.fixed_bytes] for k, v in unit.saved.items()}
-    d["kernels"] = {k: [[one.count, _terms(one.size)] for one in v] for k, v in unit.kernels.items()}
-    d |= {name: getattr(unit, name) for name in ("boundary_elements", "heads", "causal", "share")}
-    return d | ({"frozen": list(unit.frozen), "has_backward": unit.has_backward} if unit.frozen else {})
-
-
-def _unit_from_dict(d: Mapping[str, Any]) -> UnitShape:
-    products = (MatMul(inputs=i, outputs=o, count=n, share=share) for i, o, n, share in d["products"])
-    saved = {k: SavedBytes(per_token_bytes=a, per_pair_bytes=b, fixed_bytes=c) for k, (a, b, c) in d["saved"].items()}
-    kernels = {k: tuple(Kernels(count, _size(terms)) for count, terms in v) for k, v in d.get("kernels", {}).items()}
-    read: dict[str, Any] = {name: tuple(d[name]) for name in ("parameters", "full_precision")}
-    read |= {"frozen": tuple(d.get("frozen", ()))}
-    read |= {"shapes": tuple(map(tuple, d["shapes"])), "products": tuple(products), "saved": saved, "kernels": kernels}
-    return UnitShape(**{**d, **read})

@@ -27,7 +27,7 @@ from fsdp_lab.planner.bands import (
 )
 from fsdp_lab.planner.costs import Computing, ComputingOf
 from fsdp_lab.planner.devices import PUBLISHED, Machine, Rates
-from fsdp_lab.planner.memory import CONTEXT_BYTES, MemoryPlan, loading_bytes, memory, under_pressure
+from fsdp_lab.planner.memory import CONTEXT_BYTES, MemoryPlan, loading_bytes, memory
 from fsdp_lab.planner.model_shape import ModelShape
 from fsdp_lab.planner.step import StepModel, StepTime, recomputed, step_seconds
 from fsdp_lab.spec.describe import describe_value, differing_fields, field_title
@@ -111,10 +111,9 @@ class Plan:
         if self.machine.is_measured:
             return ErrorScale(below=1.0, above=1.0, causes={})
         errors = PUBLISHED_ERRORS if self.machine.device.measured is None else of_network(PUBLISHED_ERRORS)
-        overlaps = not under_pressure(self.spec, self.shape, self.machine)
 
         def seconds(rates: Rates) -> float:
-            return step_seconds(self.spec, self.shape, self.machine, rates, self.computing, overlaps=overlaps)
+            return step_seconds(self.spec, self.shape, self.machine, rates, self.computing)
 
         return error_scale(errors, self.machine, self.rates, seconds)
 
@@ -151,11 +150,6 @@ class Plan:
         if available <= 0:
             return 0.0
         return self._memory_errors.probability_below(math.log(available / self.memory.reserved_bytes))
-
-    @property
-    def exposed_share(self) -> float:
-        """Exposed communication as a share of the step."""
-        return self.step.exposed_comm_s / self.step_time_s
 
     @property
     def binding(self) -> str:
@@ -220,8 +214,7 @@ def plan(
         raise ArgumentError("ranks", reason, "give both the same")
     if spec.strategy.gather == "mapped" and machine.device.type != "cpu":
         raise SpecError("strategy.gather", "mapped is for ranks on CPUs", "use copy", {"gather": "copy"})
-    overlaps, tokens = not under_pressure(spec, shape, machine), shape.tokens(spec.workload.seq_len)
-    model = StepModel(spec, shape.units, tokens, machine, rates, computing, overlaps=overlaps)
+    model = StepModel(spec, shape.units, shape.tokens(spec.workload.seq_len), machine, rates, computing)
     step = model.step()
     comm_s, link_bytes = model.communicated()
     assumed = {**machine.device.assumed, **machine.assumed}
@@ -335,7 +328,7 @@ def plan_table(plans: Sequence[Plan]) -> Table:
         share = f" ({p.fits_probability:.0%})" if 1 - SURE <= p.fits_probability <= SURE else ""
         cells += [("yes" if p.fits else "no") + share, size(p.memory.reserved_bytes), duration(p.step_time_s)]
         cells += [band_text(p), count(p.tokens_per_s), f"{p.flops_per_s / 1e12:.3g}", f"{p.mfu:.1%}"]
-        rows.append((*cells, f"{p.exposed_share:.0%}", p.binding))
+        rows.append((*cells, f"{p.step.exposed_comm_s / p.step_time_s:.0%}", p.binding))
     return Table(columns=(*names, *FIGURES), rows=tuple(rows), left=LEFT_ALIGNED | {n for n in names if n != "ranks"})
 
 

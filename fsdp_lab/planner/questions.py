@@ -8,20 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from fsdp_lab.base.errors import ArgumentError, FieldError, SpecError, check_whole
 from fsdp_lab.base.formatting import size
 from fsdp_lab.models.check import check_shapes, model_facts
+from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.planner.bands import MEMORY_ERRORS
 from fsdp_lab.planner.calibration import Calibration
 from fsdp_lab.planner.devices import Device, Machine, machine
 from fsdp_lab.planner.memory import MemoryPlan, memory
 from fsdp_lab.planner.model_shape import ModelShape
 from fsdp_lab.planner.plan import Plan, limit, plan, scaling
-from fsdp_lab.planner.search import Search, fewest, largest, search
+from fsdp_lab.planner.search import Search, fewest, fits_somehow, search
 from fsdp_lab.planner.shapes import is_packaged, shape_of_workload
-from fsdp_lab.planner.shapes.rewrapping import deepened
 from fsdp_lab.spec.spec import Spec
 
 MOST_RANKS = 1 << 17
@@ -68,27 +67,24 @@ def planned(spec: Spec, target: Target) -> Plan:
 def planned_here(
     spec: Spec, calibration: Calibration, hosts: int | None = None, network_gbit_per_s: float | None = None
 ) -> Plan:
-    """Predicts one step on the calibrated machine, or on so many hosts like it. From one rank on a CPU also for as many
-    ranks as shared its host while it was calibrated; from one GPU for any number. Raises FieldError for another number of
+    """Predicts one step on the calibrated machine, or on so many hosts like it. Raises FieldError for another number of
     ranks, and as `planned`."""
     if hosts is None and network_gbit_per_s is not None:
         reason = "one machine was calibrated, and has no network"
         raise ArgumentError("network_gbit_per_s", reason, "give hosts as well")
     if hosts is not None:
         check_whole("hosts", hosts)
-    per_host, shape = spec.world_size // (hosts or 1), shape_of(spec)
-    of = calibration.crowds.get(per_host, calibration)
-    # As many ranks of a host as were measured, or any number from one GPU, whose neighbours share only the links with it.
-    is_known = per_host == of.ranks or (of.on_gpu and of.ranks == 1)
-    if spec.world_size != per_host * (hosts or 1) or not is_known:
-        known = " and ".join(str(n) for n in (calibration.ranks, *calibration.crowds))
-        were = "rank was" if known == "1" else "ranks were"
-        reason = f"{known} {were} calibrated, and the Spec has {spec.world_size}"
+    if spec.link is not None:
+        raise SpecError("link", "an emulated link is not planned for", "leave it out, or measure it in a run")
+    shape, ranks = shape_of(spec), calibration.ranks
+    if spec.world_size != ranks * (hosts or 1):
+        were = "1 rank was" if ranks == 1 else f"{ranks} ranks were"
+        reason = f"{were} calibrated, and the Spec has {spec.world_size}"
         hint = "calibrate again with as many, give hosts that have as many together, or name hardware"
         raise SpecError("world_size", reason, hint)
-    if hosts in (None, 1) and per_host == of.ranks:
-        return plan(spec, shape, of.machine, rates=of.rates_of(spec, shape))
-    where, rates = of.on_hosts(hosts or 1, network_gbit_per_s, per_host=per_host)
+    if hosts in (None, 1):
+        return plan(spec, shape, calibration.machine, rates=calibration.rates)
+    where, rates = calibration.on_hosts(hosts or 1, network_gbit_per_s)
     return plan(spec, shape, where, rates=rates)
 
 
@@ -148,9 +144,19 @@ def searched(spec: Spec, target: Target, *, limit_bytes: int | None = None) -> S
 
 
 def largest_model(spec: Spec, target: Target, *, limit_bytes: int | None = None) -> ModelShape | None:
-    """The Spec's model with as many blocks as fit; None if not one fits. Raises FieldError as `planned`."""
-    spec = spec.replace(wrap="block")
-    return largest(spec, partial(deepened, shape_of(spec)), target.machine(spec.world_size), limit_bytes=limit_bytes)
+    """The largest preset of the model's family that fits; None if not one does. Raises FieldError as `planned`, and for a
+    model that is no preset."""
+    of = PRESETS.get(spec.workload.model) if isinstance(spec.workload.model, str) else None
+    if of is None:
+        reason = "the largest model is sought among those of a preset's family"
+        raise SpecError("workload.model", reason, "name a preset, such as llama-7b")
+    machine = target.machine(spec.world_size)
+    for one in sorted(PRESETS.values(), key=lambda preset: -preset.parameters):
+        if one.family == of.family:
+            found = spec.replace(model=one.name)
+            if fits_somehow(found, shape := shape_of(found), machine, ranks=spec.world_size, limit_bytes=limit_bytes):
+                return shape
+    return None
 
 
 def fewest_ranks(spec: Spec, target: Target, *, limit_bytes: int | None = None) -> Machine | None:

@@ -1,4 +1,4 @@
-"""Searches within a memory limit: the fastest Strategy (`search`), the `largest` model, the `fewest` GPUs.
+"""Searches within a memory limit: the fastest Strategy (`search`), the `fewest` GPUs.
 
 `candidates` varies the Strategy and the micro-batch. The rest of the Spec is fixed, including the global batch, so larger
 micro-batches are fewer. All candidates that fit are simulated; none is dropped by a heuristic.
@@ -7,9 +7,8 @@ micro-batches are fewer. All candidates that fit are simulated; none is dropped 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from html import escape
 
 from fsdp_lab.base.formatting import GIB, Table, duration, size
@@ -24,7 +23,7 @@ RECOMPUTES = ("none", "every:2", "full")
 # The fields that `candidates` varies, in the order in which a candidate is described.
 SEARCHED = ("sharding", "shard_size", "recompute", "offload", "micro_batch", "accumulate", "forward_prefetch")
 OFFLOADS = ("optimizer", "all")  # tried if nothing fits without offload
-MOST_RANKS, MOST_BLOCKS = 4096, 2048
+MOST_RANKS = 4096
 SHOWN = 5  # candidates of a search
 
 
@@ -132,79 +131,36 @@ def candidates(spec: Spec, per_host: int, offloads: Sequence[str] = ("none",)) -
             yield spec.replace(**changes)
 
 
-def largest(
-    spec: Spec, deepened: Callable[[int], ModelShape], machine: Machine, *, limit_bytes: int | None = None
-) -> ModelShape | None:
-    """The model with as many blocks as fit; None if not one fits. `deepened` returns it with a number of blocks."""
-    machine = machine.limited(limit_bytes)
-    leanest = _leanest(spec, machine.per_host)
-
-    @cache
-    def margin(blocks: int) -> int:
-        shape = deepened(blocks)
-        return max((_margin(lean, shape, machine) for lean in leanest), default=-1)
-
-    blocks = _most_blocks(margin)
-    return deepened(blocks) if blocks else None
-
-
 def fewest(spec: Spec, shape: ModelShape, machine: Machine, *, limit_bytes: int | None = None) -> Machine | None:
     """The smallest machine of these hosts, or part of a host, on which the model fits; None if `MOST_RANKS` are too few.
     The global batch is fixed, so fewer ranks take more micro-batches each."""
     for ranks in filter(machine.allows, _powers(MOST_RANKS)):
-        smaller = machine.with_ranks(ranks).limited(limit_bytes)
-        candidate = _on_ranks(spec, ranks)
-        if candidate and any(_margin(lean, shape, smaller) >= 0 for lean in _leanest(candidate, smaller.per_host)):
-            return smaller
+        if fits_somehow(spec, shape, machine, ranks=ranks, limit_bytes=limit_bytes):
+            return machine.with_ranks(ranks).limited(limit_bytes)
     return None
 
 
-def _on_ranks(spec: Spec, ranks: int) -> Spec | None:
-    """The same global batch on another number of ranks; None if it cannot be divided."""
-    each, rest = divmod(spec.global_batch, ranks)
-    if rest or not each:
-        return None
-    micro = next(m for m in range(min(spec.workload.micro_batch, each), 0, -1) if each % m == 0)
-    base = {"sharding": "full_shard", "shard_size": None} if spec.strategy.is_hybrid else {}
-    changes = {**base, "micro_batch": micro, "accumulate": each // micro, "world_size": ranks, "devices": None}
-    return None if spec.validate(**changes) else spec.replace(**changes)
+def fits_somehow(
+    spec: Spec, shape: ModelShape, machine: Machine, *, ranks: int, limit_bytes: int | None = None
+) -> bool:
+    """Returns whether the candidate with the least memory fits on so many ranks, at the Spec's global batch: fully sharded,
+    recomputed, one sample at a time, the Spec's offload. False if the batch cannot be divided among them."""
+    samples, rest = divmod(spec.global_batch, ranks)
+    if rest or not samples:
+        return False
+    sharding = "full_shard" if spec.strategy.traits.has_units else "no_shard"
+    prefetch = 0 if replace(spec.strategy, forward_prefetch=None).forward_depth else None
+    changes = {"sharding": sharding, "shard_size": None, "forward_prefetch": prefetch, "recompute": "full"}
+    lean = spec.replace(**changes, micro_batch=1, accumulate=samples, world_size=ranks, devices=None)
+    return _margin(lean, shape, machine.with_ranks(ranks).limited(limit_bytes)) >= 0
 
 
 def _margin(spec: Spec, shape: ModelShape, machine: Machine) -> int:
     return margin_bytes(memory(spec, shape, device=machine.device.type), machine)
 
 
-def _leanest(spec: Spec, per_host: int) -> list[Spec]:
-    """Candidates with the least memory: fully sharded, recomputed, one sample at a time, the Spec's offload."""
-
-    def is_lean(c: Spec) -> bool:
-        s = c.strategy
-        is_sharded_fully = s.reshards_after_forward and not s.is_hybrid
-        samples = c.workload.micro_batch
-        return (s.is_replicated or is_sharded_fully) and (s.recompute, samples, s.forward_depth) == ("full", 1, 0)
-
-    return [c for c in candidates(spec, per_host, (spec.strategy.offload,)) if is_lean(c)]
-
-
 def _powers(most: int) -> list[int]:
     return [1 << i for i in range(most.bit_length()) if 1 << i <= most] + ([most] if most & (most - 1) else [])
-
-
-def _most_blocks(margin: Callable[[int], int]) -> int:
-    """The largest number of blocks with a margin of 0 or more, by secant steps; 0: not one fits."""
-    low, high = 1, 9  # the first blocks differ from the others
-    if margin(low) < 0:
-        return 0
-    while margin(high) >= 0:
-        each = max(1.0, (margin(low) - margin(high)) / (high - low))
-        low, high = high, min(MOST_BLOCKS, high + max(1, int(margin(high) / each) + 1))
-        if low == MOST_BLOCKS:
-            return low
-    while high - low > 1:
-        share = margin(low) / (margin(low) - margin(high))
-        middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
-        low, high = (middle, high) if margin(middle) >= 0 else (low, middle)
-    return low
 
 
 def _distinct(plans: Sequence[Plan]) -> list[Plan]:

@@ -31,7 +31,6 @@ from fsdp_lab.planner.costs import (
 )
 from fsdp_lab.planner.devices import Machine, Rates
 from fsdp_lab.planner.model_shape import ModelShape, UnitShape
-from fsdp_lab.spec.link import LinkSpec
 from fsdp_lab.spec.spec import BACKEND_TRAITS, Spec
 
 # Backends whose host runs ahead of a GPU; on a CPU, which has no streams, they wait for their collectives.
@@ -51,7 +50,6 @@ class StepTime:
     exposed_comm_s: float
     host_s: float  # computing's wait for the host, which issues kernels
     optimizer_s: float
-    timeline: SimulatedTimeline  # of the last micro-batch
 
 
 @dataclass(eq=False)
@@ -64,17 +62,14 @@ class StepModel:
     machine: Machine
     rates: Rates
     computing: ComputingOf = Computing  # makes what gives the units their seconds
-    _: KW_ONLY
-    overlaps: bool = True  # whether collectives overlap with computing; False if memory is too full
-    longer: StepModel | None = None  # the same of more units, whose figures are taken over
 
     def __post_init__(self) -> None:
-        spec, units, longer = self.spec, self.units, self.longer
+        spec, units = self.spec, self.units
         fields = {"spec": spec, "tokens": self.tokens, "device": self.machine.device, "rates": self.rates}
         self._computing = self.computing(**fields)
-        self.works: list[Work] = longer.works[: len(units)] if longer else []
+        self.works = list[Work]()
         recomputing, made = recomputed(spec, len(units)), dict[tuple[int, bool], Work]()  # most units are equal
-        for i, unit in enumerate(() if longer else units):
+        for i, unit in enumerate(units):
             key = id(unit), i in recomputing
             if key not in made:
                 made[key] = self._computing.work(unit, recomputed=key[1])
@@ -85,7 +80,7 @@ class StepModel:
         self._dtypes = spec.strategy.dtypes
         self._on_cpu = self.machine.device.type == "cpu"
         self._buckets = None if spec.strategy.traits.has_units else self._bucket_elements()
-        self._sent_s: dict[tuple[Phase, int], float] = longer._sent_s if longer else {}  # by phase and elements
+        self._sent_s: dict[tuple[Phase, int], float] = {}  # by phase and elements
         self._schedule = schedule_of(len(units), self._rules)
 
     def step(self) -> StepTime:
@@ -112,7 +107,6 @@ class StepModel:
             exposed_comm_s=total(last.exposed_s, first.exposed_s),
             host_s=host,
             optimizer_s=optimizer,
-            timeline=last,
         )
 
     @property
@@ -166,32 +160,15 @@ class StepModel:
     def _micro(self, *, reduces: bool) -> SimulatedTimeline:
         ahead = self.spec.strategy.traits.runs_ahead and not self._on_cpu
         issue_s = None if self._on_cpu else functools.partial(self._issue_s, reduces=reduces)
-        disturbs_s = functools.partial(self._disturbs_s, reduces=reduces) if self._link else None
         return Simulation(
             self._schedule,
             functools.partial(self.seconds, reduces=reduces),
             ahead=ahead,
             interference=self.rates.interference,
-            late_s=self._waited_s,
+            late_s=late_s(self.spec.world_size, self.rates),
             blocking=self._blocking,
             issue_s=issue_s,
-            disturbs_s=disturbs_s,
         ).run()
-
-    def _waited_s(self, action: Action) -> float:
-        """Wait of a collective for its last rank. While an emulated link is busy the last one may come."""
-        if self._link is None:
-            return self._late_s
-        key = action.phase, self._elements(action)
-        return max(0.0, self._late_s - max(0.0, self._emulated_s(*key) - self._carried_s(*key)))
-
-    @functools.cached_property
-    def _late_s(self) -> float:
-        """Delay of the last rank at a collective; on a measured machine by the usual time between two of them."""
-        if self.machine.late is None:
-            return late_s(self.spec.world_size, self.rates)
-        computing = sum(sum(seconds) for seconds in self._work_s.values())
-        return self.machine.late(computing / self.sends) if self.sends else 0.0
 
     def _issue_s(self, action: Action, *, reduces: bool = True) -> float:
         """Seconds of the host to issue an action."""
@@ -207,33 +184,12 @@ class StepModel:
         each = self.rates.eager_s if self.units[0].kernels else self.rates.kernel_s
         return SEND_KERNELS * each + self.rates.host(self.spec.strategy.backend).send_s
 
-    def lags_late(self, blocks: int) -> bool:
-        """Returns whether the host falls behind the device after more than `SHORT` of so many blocks: it is slower than
-        they, and the root's gather before them, its head, or a forward that is slower than the host gives it a lead to
-        lose."""
+    @property
+    def may_lag(self) -> bool:
+        """Whether the host may issue a block more slowly than the device computes it, and so fall behind after many."""
         block = self.works[-1]
         most_s = max(block.issue_s.values()) + 3 * self._send_issue_s
-        if self._on_cpu or most_s < min(block.forward_s, block.backward_s):  # most models are far from it
-            return False
-        issued, computed, sent = (dict.fromkeys(Direction, 0.0) for _ in range(3))
-        last, lead_s, head_s = len(self.units) - 1, 0.0, 0.0
-        for action in self._schedule.actions:
-            if action.unit == last:
-                direction = action.point.direction
-                issued[direction] += self._issue_s(action)
-                taken = computed if action.phase is Phase.COMPUTE else sent
-                taken[direction] += self.seconds(action)
-            elif action.unit == 0 and action.phase is Phase.UNSHARD:
-                lead_s = max(lead_s, self.seconds(action))
-            elif action.unit == 0 and action.phase is Phase.COMPUTE and self.units[0].kernels:
-                # A head, which the published rates were fitted without: at the end of the forward and on.
-                head_s += max(0.0, self.seconds(action) - self._issue_s(action))
-        forward_s, backward_s = (
-            issued[direction] - max(computed[direction], sent[direction])
-            for direction in (Direction.FORWARD, Direction.BACKWARD)
-        )
-        in_forward = 0 < forward_s * SHORT < lead_s
-        return in_forward or 0 < backward_s * SHORT < lead_s + head_s + blocks * max(0.0, -forward_s)
+        return not self._on_cpu and most_s >= min(block.forward_s, block.backward_s)
 
     @property
     def _rules(self) -> Rules:
@@ -244,11 +200,9 @@ class StepModel:
 
     @property
     def _blocking(self) -> frozenset[Phase]:
-        """Phases that computing waits for: all if memory is too full; on a CPU, those that the backend waits for. FSDP2
-        gathers while it computes if it prefetches (backends/fsdp2.py)."""
+        """Phases that computing waits for: on a CPU, those that the backend waits for. FSDP2 gathers while it computes if it
+        prefetches (backends/fsdp2.py)."""
         s = self.spec.strategy
-        if not self.overlaps:
-            return frozenset({Phase.REDUCE, Phase.UNSHARD})
         if not self._on_cpu or not s.traits.runs_ahead:
             return frozenset()
         overlaps = s.backend == "fsdp2" and (s.forward_depth > 0 or s.backward_prefetch > 1)
@@ -273,36 +227,15 @@ class StepModel:
             return 0.0
         key = action.phase, self._elements(action)
         if key not in self._sent_s:
-            self._sent_s[key] = max(self._carried_s(*key), self._emulated_s(*key))
+            self._sent_s[key] = self._carried_s(*key)
         return self._sent_s[key]
 
-    def _disturbs_s(self, action: Action, *, reduces: bool) -> float:
-        """Seconds in which a collective may slow computing: not those in which it waits for an emulated link."""
-        return min(self.seconds(action, reduces=reduces), self._carried_s(action.phase, self._elements(action)))
-
     def _carried_s(self, phase: Phase, elements: int) -> float:
-        """A gather or a reduction over the real link."""
+        """A gather or a reduction, with its copies."""
         alone = sum(collective_seconds(*one, self.machine, self.rates) for one in self._collectives(phase, elements))
         measured = self.machine.device.measured  # of others the copies are in `_copies_s`
         copied_s = measured.copies(self._copied_bytes(phase, elements)) if measured else 0.0
         return copied_s + self.rates.host(self.spec.strategy.backend).stretch * alone
-
-    def _emulated_s(self, phase: Phase, elements: int) -> float:
-        """Over the Spec's emulated link; hardware that is named has its own (wire/link.py)."""
-        if self._link is None:
-            return 0.0
-        bytes_per_s, latency_s = self._link
-        sent = [link_bytes(kind, size, group.size) for kind, size, group in self._collectives(phase, elements)]
-        return sum(latency_s + size / bytes_per_s for size in sent)
-
-    @functools.cached_property
-    def _link(self) -> tuple[float, float] | None:
-        """Bandwidth and latency of the emulated link, scaled to this device."""
-        device, text = self.machine.device, self.spec.link
-        if device.measured is None or text is None:
-            return None
-        link, dtype = LinkSpec.parse(text), self._dtypes.param
-        return link.bytes_per_s * link.scale(device.peak_flops_per_s.get(dtype), dtype), link.latency_s
 
     def _elements(self, action: Action) -> int:
         """Elements that a unit gathers or reduces; with DDP, those of the bucket that it fills. FSDP1 reduces a flat
@@ -340,28 +273,20 @@ class StepModel:
 
 
 def step_seconds(
-    spec: Spec,
-    shape: ModelShape,
-    machine: Machine,
-    rates: Rates,
-    computing: ComputingOf = Computing,
-    *,
-    overlaps: bool = True,
+    spec: Spec, shape: ModelShape, machine: Machine, rates: Rates, computing: ComputingOf = Computing
 ) -> float:
     """`StepTime.seconds`, sooner: only some of many equal blocks are simulated, and the others add the time of one more."""
     units, tokens = shape.units, shape.tokens(spec.workload.seq_len)
 
-    def model(first: int, longer: StepModel | None = None) -> StepModel:
-        return StepModel(spec, units[:first], tokens, machine, rates, computing, overlaps=overlaps, longer=longer)
+    def model(first: int) -> StepModel:
+        return StepModel(spec, units[:first], tokens, machine, rates, computing)
 
     policy = spec.strategy.recompute
     period = int(policy.partition(":")[2]) if ":" in policy else 1
-    if len({id(unit) for unit in units}) > 2 or len(units) < SHORT + 3 + period:
-        return model(len(units)).step().seconds
     longer = model(SHORT + 1 + period)
-    if longer.lags_late(len(units)):
+    if len({id(unit) for unit in units}) > 2 or len(units) < SHORT + 3 + period or longer.may_lag:
         return model(len(units)).step().seconds
-    long, short = longer.step().seconds, model(SHORT + 1, longer).step().seconds
+    long, short = longer.step().seconds, model(SHORT + 1).step().seconds
     return short + (long - short) * (len(units) - SHORT - 1) / period
 
 
@@ -388,16 +313,12 @@ class TimedAction(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedTimeline:
-    """One micro-batch. `waits`: when computing waited for communication, (unit, begin_s, end_s)."""
+    """One micro-batch."""
 
     done: tuple[TimedAction, ...]
-    waits: tuple[tuple[int, float, float], ...]
     seconds: float
-    host_s: float = 0.0  # computing's wait for the host
-
-    @property
-    def exposed_s(self) -> float:
-        return sum(end - begin for _, begin, end in self.waits)
+    exposed_s: float  # computing's wait for communication
+    host_s: float  # and for the host
 
     def phase_s(self, phase: Phase) -> float:
         return sum(d.seconds for d in self.done if d.action.phase is phase)
@@ -424,11 +345,9 @@ class Simulation:
     _: KW_ONLY
     ahead: bool  # the host runs ahead of the device, and only the limiter holds gathers back
     interference: float  # slowdown of computing by a collective in flight, as a share of the collective's time
-    # Wait of each collective for the last of its ranks, and of computing with it.
-    late_s: Callable[[Action], float] = lambda action: 0.0
+    late_s: float = 0.0  # wait of a collective for the last of its ranks, and of computing with it
     blocking: frozenset[Phase] = frozenset()  # phases during which the computing thread waits
     issue_s: Callable[[Action], float] | None = None  # of the host, to issue an action; None: no separate host does
-    disturbs_s: Callable[[Action], float] | None = None  # of a collective that may slow computing; None: all
 
     def __post_init__(self) -> None:
         self._computing = self._sending = self._copying = 0.0  # when each queue is free
@@ -439,7 +358,7 @@ class Simulation:
         self._gathers = 0
         self._disturbed = 0.0  # seconds of collectives that have not slowed computing yet
         self._waited_s = 0.0  # for late ranks
-        self._waits: list[tuple[int, float, float]] = []
+        self._exposed_s = 0.0  # computing's wait for communication
 
     def run(self) -> SimulatedTimeline:
         done = []
@@ -448,9 +367,8 @@ class Simulation:
             self._ends.append(end)
             done.append(TimedAction(action=action, begin_s=begin, end_s=end))
         last = max((d.end_s for d in done), default=0.0)
-        if last > self._computing:  # for the last gradients
-            self._waits.append((done[-1].action.unit, self._computing, last))
-        return SimulatedTimeline(done=tuple(done), waits=tuple(self._waits), seconds=last, host_s=self._host_s)
+        exposed_s = self._exposed_s + max(0.0, last - self._computing)  # for the last gradients
+        return SimulatedTimeline(done=tuple(done), seconds=last, exposed_s=exposed_s, host_s=self._host_s)
 
     def _place(self, action: Action) -> tuple[float, float]:
         ready = 0.0
@@ -484,18 +402,17 @@ class Simulation:
             self._issued += self.issue_s(action)
         if action.phase in self.blocking:  # computing waits
             begin = max(begin, self._computing)
-            self._waits.append((action.unit, self._computing, begin + lasts))
+            self._exposed_s += begin + lasts - self._computing
             self._computing = begin + lasts
         else:
-            self._disturbed += lasts if self.disturbs_s is None else self.disturbs_s(action)
+            self._disturbed += lasts
         self._sending = begin + lasts
-        self._waited_s += self.late_s(action) if lasts else 0.0
+        self._waited_s += self.late_s if lasts else 0.0
         return begin, self._sending
 
     def _compute(self, action: Action, ready: float) -> tuple[float, float]:
         begin = max(ready, self._computing)
-        if begin > self._computing:
-            self._waits.append((action.unit, self._computing, begin))
+        self._exposed_s += begin - self._computing
         lasts = self.seconds(action)
         slowed = min(self.interference * self._disturbed, self.interference * lasts)
         self._disturbed = max(0.0, self._disturbed - lasts)

@@ -22,8 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fsdp_lab.backends import build, fill
 from fsdp_lab.backends.base import DTYPES
-from fsdp_lab.base.children import run_children
-from fsdp_lab.base.process import ranks_per_host, usable_cores
+from fsdp_lab.base.process import ranks_per_host
 from fsdp_lab.engine import collectives
 from fsdp_lab.engine.scaling import Scaler
 from fsdp_lab.rank.prepare import LONGEST_S, Preparation, is_over_nccl, timed_on_device
@@ -38,7 +37,6 @@ COMPUTING_S = 3e-4  # before a collective
 OTHER_BYTES = 4 << 20  # that are read and written before it: in a step its payload is in no near cache
 STEPS = 4  # of each training per pass
 WARMUP_STEPS = 4  # the third step of a training is a ledger step, and DDP rebuilds its buckets in the second
-CROWD_S = 900.0  # limit for a crowd
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 _Rows = tuple[tuple[int, int, int], ...]
@@ -64,18 +62,15 @@ _UPDATES: Mapping[str, tuple[int, ...]] = {  # elements
 _SENT: Mapping[int, int] = {1 << 10: 10, 1 << 14: 10, 1 << 18: 8, 1 << 20: 6, 1 << 22: 4, 1 << 24: 2}  # bytes: times
 _SENT_OVER_NCCL = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26, 1 << 29)
 _BACK_TO_BACK = 16
-_COMPUTING_S = (3e-4, 1e-3, 3e-3, 1e-2)  # between two collectives
-ROUNDS_S = 0.1  # of such computing
 HEADS, WIDTH = 4, 64
 MOST_ELEMENTS = 1 << 20  # of a tensor that the optimizer is given
 
 
 class HardwareProbe:
-    """One rank's measurements; every method is collective, also among processes that `meet`."""
+    """One rank's measurements; every method is collective."""
 
-    def __init__(self, info: RankInfo, world: Wire, meet: Callable[[], None] | None = None) -> None:
-        """meet: waits for all that measure at the same time; None: those are the ranks."""
-        self._info, self._world, self._device, self._meet = info, world, info.device, meet
+    def __init__(self, info: RankInfo, world: Wire) -> None:
+        self._info, self._world, self._device = info, world, info.device
         self._kind = "cuda" if info.device.type == "cuda" else "cpu"
 
     def all(self, trainers: Sequence[Trainer], dtypes: Sequence[str], passes: int) -> dict[str, Any]:
@@ -83,7 +78,7 @@ class HardwareProbe:
         `trainers` are timed, alternating with everything else.
 
         Returns: {"products": {dtype: [[FLOPs, s]]}, "scores": {dtype: [[scores, FLOPs, s]]}, "copies": [[bytes, s]],
-        "updates": {optimizer: [[elements, s]]}, "collectives": {kind: [[payload bytes, s]]}, the same for "pairs", "inside"
+        "updates": {optimizer: [[elements, s]]}, "collectives": {kind: [[payload bytes, s]]}, the same for "inside"
         and "across" (see `measured_groups`), "steps": [[s, ...]] by trainer, "memory_bytes", "per_host": ranks}."""
         for trainer in trainers:
             for _ in range(WARMUP_STEPS):
@@ -96,11 +91,6 @@ class HardwareProbe:
         if self._kind == "cuda":
             memory_bytes = int(torch.cuda.get_device_properties(self._device).total_memory)
         return {**_joined(rows), "memory_bytes": memory_bytes, "per_host": self._per_host}
-
-    def links(self, passes: int) -> dict[str, Any]:
-        """Collectives of all ranks alone: {kind: [[payload bytes, s]], "late": as by `lateness`}."""
-        rows = [{**self.collectives(self._world), "late": list(self.lateness())} for _ in range(passes)]
-        return dict(_joined(rows))
 
     def _rates(self, dtypes: Sequence[str], groups: Mapping[str, dist.ProcessGroup]) -> dict[str, Any]:
         return {
@@ -196,26 +186,6 @@ class HardwareProbe:
                 seconds.append(time.perf_counter() - begun_s)
             yield [float(size), median(seconds)]
 
-    def lateness(self) -> Iterator[list[float]]:
-        """[computing s, s]: by how much a round of computing and a small collective takes longer than both alone. Ranks
-        that share cores are not computing all the time, and so the last one arrives late."""
-        issue = self._issue("all_gather", min(_SENT), self._world)
-        for seconds in _COMPUTING_S:
-            compute = self._work(seconds)
-            rounds = max(4, round(ROUNDS_S / seconds))
-            times = []
-            for waits in (False, True):
-                self._barrier()
-                begun_s = time.perf_counter()
-                for _ in range(rounds):
-                    compute()
-                    if waits:
-                        issue().wait()
-                issue().wait()
-                self._finish()
-                times.append((time.perf_counter() - begun_s) / rounds)
-            yield [times[0], max(0.0, times[1] - times[0])]
-
     def _issue(self, kind: str, size: int, group: dist.ProcessGroup) -> Callable[[], Any]:
         """A function that issues a collective with `size` bytes of payload."""
         part = torch.ones(max(1, size // 4 // group.size()), device=self._device)
@@ -248,12 +218,7 @@ class HardwareProbe:
         taken: dict[str, list[float]] = {}
         for i, trainer in enumerate(trainers):
             self._barrier()
-            seconds = []
-            for _ in range(STEPS):
-                if self._meet is not None:  # else one ahead, which does not communicate, would leave cores to others
-                    self._meet()
-                seconds.append(trainer.step().step_time_s)
-            taken[str(i)] = seconds[1:]
+            taken[str(i)] = [trainer.step().step_time_s for _ in range(STEPS)][1:]
         return taken
 
     # -- small helpers --------------------------------------------------------------------------------------------
@@ -297,10 +262,7 @@ class HardwareProbe:
     def _barrier(self) -> None:
         """Wait for all ranks and their devices."""
         self._finish()
-        if self._meet is not None:
-            self._meet()
-        else:
-            self._world.control(torch.zeros(1, dtype=torch.float64))
+        self._world.control(torch.zeros(1, dtype=torch.float64))
 
     def _finish(self) -> None:
         if self._kind == "cuda":
@@ -311,25 +273,13 @@ class HardwareProbe:
         return ranks_per_host(self._world.context.hosts) or self._info.world_size
 
 
-def measure_crowd(ranks: int, specs: Sequence[Any], dtypes: Sequence[str], passes: int) -> list[Any]:
-    """Returns for each of `ranks` processes what `HardwareProbe.all` does, and "gloo", beside "collectives" over shared
-    memory. `specs`: of one rank each, as dicts: their steps are timed. Raises ChildError: a process failed."""
-    threads = max(1, usable_cores() // ranks)
-    job = {"ranks": ranks, "specs": list(specs), "dtypes": list(dtypes), "passes": passes, "threads": threads}
-    return run_children("fsdp_lab.rank.crowd", job, ranks, threads=threads, limit_s=CROWD_S)
-
-
 def measured_groups(size: int, per_host: int) -> dict[str, list[list[int]]]:
-    """The groups beside that of all ranks in which collectives are measured, by name: "pairs" of neighbors, if more than two
-    share a host; "inside" hosts, and "across" them with one rank of each, the shard and replicate groups of hybrid sharding,
-    if there are several hosts of several ranks. All groups of a name work at once."""
-    groups = {}
-    if per_host > 2 and per_host % 2 == 0:
-        groups["pairs"] = [[rank, rank + 1] for rank in range(0, size, 2)]
-    if 1 < per_host < size:
-        groups["inside"] = [[*range(first, first + per_host)] for first in range(0, size, per_host)]
-        groups["across"] = [[*range(place, size, per_host)] for place in range(per_host)]
-    return groups
+    """The groups beside that of all ranks in which collectives are measured, if there are several hosts of several ranks:
+    "inside" hosts, and "across" them with one rank of each, as of hybrid sharding. All groups of a name work at once."""
+    if not 1 < per_host < size:
+        return {}
+    inside = [[*range(first, first + per_host)] for first in range(0, size, per_host)]
+    return {"inside": inside, "across": [[*range(place, size, per_host)] for place in range(per_host)]}
 
 
 def _joined(passes: Sequence[Any]) -> Any:

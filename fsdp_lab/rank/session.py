@@ -22,7 +22,7 @@ from fsdp_lab.base.generation import Sampling
 from fsdp_lab.base.hang import LONGEST_WORK_S, OWN_ENGINE_S, Heartbeat, LongWork, limit
 from fsdp_lab.models import Batches
 from fsdp_lab.rank.abort import AbortProtocol
-from fsdp_lab.rank.calibration import HardwareProbe, calibration_trainers, measure_crowd
+from fsdp_lab.rank.calibration import HardwareProbe, calibration_trainers
 from fsdp_lab.rank.checkpointing import Checkpointer, drop, on_this_host, spread
 from fsdp_lab.rank.faults import FaultInjector, slower
 from fsdp_lab.rank.generation import completions, encoded
@@ -246,28 +246,15 @@ class Session:
             completed = completions(self._lifecycle.require(), prompts, texts, wanted)
         return {"texts": {str(number): completion.text for number, completion in completed.items()}}
 
-    def calibrate(
-        self,
-        specs: Sequence[Mapping[str, Any]],
-        dtypes: Sequence[str],
-        passes: int,
-        meet: Callable[[], None] | None = None,
-    ) -> dict[str, Any]:
-        """Measure this machine, and steps of each Spec, besides the live training; collective. meet: see `HardwareProbe`.
-        Returns what `HardwareProbe.all` does, and "peaks": FLOP/s by dtype that MFU is relative to."""
+    def calibrate(self, specs: Sequence[Mapping[str, Any]], dtypes: Sequence[str], passes: int) -> dict[str, Any]:
+        """Measure this machine, and steps of each Spec, besides the live training; collective. Returns what
+        `HardwareProbe.all` does, and "peaks": FLOP/s by dtype that MFU is relative to."""
         with self._exclusive():
             wanted = [self._spec(spec) for spec in specs]
             preparation = self._lifecycle.preparation
             with calibration_trainers(wanted, self.info, self.world, preparation) as trainers:
                 peaks = {dtype: preparation.peak(DTYPES[dtype]).given.flops_per_s or 0.0 for dtype in dtypes}
-                return {**HardwareProbe(self.info, self.world, meet).all(trainers, dtypes, passes), "peaks": peaks}
-
-    def crowd(
-        self, ranks: int, specs: Sequence[Mapping[str, Any]], dtypes: Sequence[str], passes: int
-    ) -> dict[str, Any]:
-        """Measure what this rank would find as one of several on its host. Returns {"each"}: see `measure_crowd`."""
-        with self._exclusive():
-            return {"each": measure_crowd(ranks, specs, dtypes, passes)}
+                return {**HardwareProbe(self.info, self.world).all(trainers, dtypes, passes), "peaks": peaks}
 
     # -- faults ---------------------------------------------------------------------------------------------------
 

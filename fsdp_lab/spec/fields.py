@@ -47,7 +47,6 @@ class FieldRow:
     same_work: bool = False  # with another value the same is trained
     live: bool = False  # the live backend takes a change over
     samples: bool = False  # it decides what the samples are
-    between_ranks: bool = False  # a plan for one rank keeps its default
     of_text: bool = False  # of no use for images
     of_configs: bool = False  # of no use for a model of the user's own
     code: bool = False  # may be the user's own code

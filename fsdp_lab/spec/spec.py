@@ -172,7 +172,7 @@ class Strategy:
     )
     # Ranks in one shard group: the sharding factor F of arXiv 2304.11277, section 3.2.
     shard_size: int | None = knob(
-        None, whole(1), group="Sharding", help="Ranks in one shard group", choices=_group_sizes, between_ranks=True
+        None, whole(1), group="Sharding", help="Ranks in one shard group", choices=_group_sizes
     )
     # Ranks that a unit is resharded over after its forward; None: as `sharding` says.
     reshard_size: int | None = knob(
@@ -181,7 +181,7 @@ class Strategy:
         only("fsdp1 ddp", (None,), "{} cannot reshard to a smaller group", "leave it empty", other="use backend lab"),
         only("accelerate/fsdp2", (None,), "Accelerate reshards to all ranks or to none", "leave it empty"),
         group="Sharding", help="Ranks that share the parameters between forward and backward", planned=True,
-        choices=_group_sizes, between_ranks=True,
+        choices=_group_sizes,
     )
     precision: str | Precision = knob(
         "fp32", _PRECISION, only(YOURS, ("fp32",), "your engine trains in fp32"), group="Sharding",
@@ -194,7 +194,7 @@ class Strategy:
              other="backend lab"),
         only("fsdp2 fsdp1", ("none", "all"), "{} moves parameters, gradients and optimizer state together",
              "use offload all or none", fix="all", other="backend lab"),
-        group="Sharding", help="What is kept on the host", off="none", in_name=True, between_ranks=True,
+        group="Sharding", help="What is kept on the host", off="none", in_name=True,
     )
     # Gathered parameters are copies, or, between ranks of one host, the shards of all ranks where they lie.
     gather: str = knob(
@@ -202,7 +202,7 @@ class Strategy:
         only("fsdp2 fsdp1 ddp yours", ("copy",), "mapped is not possible here: {} copies what it gathers", "use copy",
              other="backend lab"),
         group="Sharding", help="Copies, or the shards where they lie, on CPUs of one host", planned=True, off="copy",
-        in_name=True, between_ranks=True,
+        in_name=True,
     )
     wrap: str = knob(
         "block", _WRAP,
@@ -262,7 +262,6 @@ class Strategy:
     sync: str | int = knob(
         "every", _SYNC, group="Schedule", help="Micro-batches that communicate", tokens=SYNCS,
         others="or n: every n-th micro-batch", choices=("every", 2, 4, 8, "last"), typed="3", live=True,
-        between_ranks=True,
         text=lambda v: f"every {v}" if isinstance(v, int) else str(v),
     )
     compile: bool = knob(

@@ -44,7 +44,6 @@ PLAN: Options = {
     "seq_len": number(128),
     "micro_batch": number(4),
     "rounds": number(3, "calibration rounds"),
-    "from_one": {"action": "store_true", "help": "predict from what one rank finds while others share its cores"},
 }
 MODELS = "gpt2-1m,llama-1m,bert-1m,t5-1m,vit-1m,resnet-1m"
 MEMORY: Options = {"model": {"default": MODELS, "metavar": "M,M", "help": f"presets {DEFAULT}"}, "ranks": RANKS}

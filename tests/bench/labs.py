@@ -1,9 +1,7 @@
 """The benches that run on a lab: live, soak, plan and memory.
 
 Note: what is compared in `plan`. Every round calibrates anew; the steps of all Specs are timed in turns with the
-calibration runs, so that the machine's drift affects both alike. No Spec that is compared is calibrated on. With
-`--from-one` the prediction knows one rank: its kernels and its steps while others share its cores, and collectives alone
-(`rank/crowd.py`), all measured before the rounds. A machine that others use too may change its speed between.
+calibration runs, so that the machine's drift affects both alike. No Spec that is compared is calibrated on.
 
 Note: a run keeps its events as long as it is referenced, which is no leak. So in `soak`, every `RUN_TOGGLES` switches
 another run continues with the same parameters, and the former is dropped.
@@ -195,12 +193,8 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     bases = [base.replace(model=m, precision=p) for m in models for p in args.precision.split(",")]
     specs = [spec for base in bases for spec in strategies(base)]
     console, rounds = terminal(), list[Calibration]()
-    alone: Calibration | None = None
     say(f"{len(specs)} Specs on {args.ranks} ranks, {args.rounds} rounds")
-    if args.from_one:
-        with fresh_lab(1, ("cpu",)) as lab:
-            alone = lab.calibrate(ranks=(args.ranks,), anchors=specs)
-    with fresh_lab(args.ranks, ("cpu",) * args.ranks if alone else None) as lab:
+    with fresh_lab(args.ranks) as lab:
         for i in range(args.rounds):
             with console.status(f"round {i + 1} of {args.rounds}"):
                 try:
@@ -210,7 +204,7 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     rows, cells, errors = [], [], []
     for i, spec in enumerate(specs):
         s = spec.strategy
-        predicted = [planned_here(spec, alone or here).step_time_s for here in rounds]
+        predicted = [planned_here(spec, here).step_time_s for here in rounds]
         measured = [median(here.beside_s[i]) for here in rounds]
         ratio = spread(ratios(predicted, measured))
         errors.append(abs(ratio.median - 1))

@@ -272,15 +272,8 @@ def test_what_cannot_be_calibrated_is_refused(lab: Lab) -> None:
     with pytest.raises(ClusterError, match="in progress"):
         lab.calibrate()
     run.stop(10)
-    refused: list[tuple[dict[str, Any], str]] = [
-        ({"passes": 0}, "passes"),
-        ({"anchors": [Spec()]}, "anchors: they are timed in a crowd of ranks; give ranks as well"),
-        ({"ranks": (1,)}, "ranks: 1 is refused"),
-        ({"ranks": (2,)}, "ranks: this lab has 2 itself"),
-    ]
-    for arguments, said in refused:
-        with pytest.raises(ArgumentError, match=said):
-            lab.calibrate(**arguments)
+    with pytest.raises(ArgumentError, match="passes"):
+        lab.calibrate(passes=0)
 
 
 # -- the user's own ipyparallel cluster: used as it is, never ended -----------------------------------------------

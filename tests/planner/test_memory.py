@@ -12,7 +12,6 @@ from fsdp_lab.models import resolve
 from fsdp_lab.models.flops import count_flops
 from fsdp_lab.planner.devices import machine
 from fsdp_lab.planner.memory import MemoryPlan, loading_bytes, memory
-from fsdp_lab.planner.model_shape import ModelShape
 from fsdp_lab.planner.plan import plan
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.spec.spec import Spec
@@ -22,21 +21,27 @@ from tests.rank.test_ledger import ledger_steps
 
 pytestmark = pytest.mark.timeout(600)  # a fixture trains all Specs, within the pool's own limit
 
-EARLY = ["transformer.wte.*", "transformer.wpe.*", "transformer.h.[01].*"]  # patterns of what is frozen
-INSIDE = ["transformer.h.*.attn.*", "transformer.ln_f.*"]
+# Patterns of what is frozen: all of the first blocks, and parts of the others.
+FROZEN = [
+    "transformer.wte.*",
+    "transformer.wpe.*",
+    "transformer.h.[01].*",
+    "transformer.h.*.attn.*",
+    "transformer.ln_f.*",
+]
 
 # Every backend, offload, sharding, precision, optimizer, wrap and kind of model is in one of them: not every pair.
 FIELDS: dict[str, dict[str, Any]] = {
-    "lab": {}, "lab, offload of all": {"offload": "all"}, "lab, mapped, zero1": {"gather": "mapped", "sharding": "zero1"},
+    "lab": {}, "fsdp2": {"backend": "fsdp2"}, "lab, mapped, zero1": {"gather": "mapped", "sharding": "zero1"},
+    "lab, offload of all, recompute, dropout": {"offload": "all", "recompute": "full", "dropout": "config"},
     "lab, offload of the optimizer": {"offload": "optimizer", "precision": "bf16-pure"},
-    "lab, fused": {"optimizer_args": {"fused": True, "amsgrad": True}}, "lab, t5": {"model": "t5-1m"},
+    "lab, t5, fused": {"model": "t5-1m", "optimizer_args": {"fused": True, "amsgrad": True}},
     "lab, llama, zero2": {"model": "llama-1m", "sharding": "shard_grad_op", "precision": "bf16"},
-    "lab, recompute, dropout": {"recompute": "full", "dropout": "config"},
-    "lab, pairs, inside": {"wrap": "every:2", "freeze": INSIDE}, "fsdp2, early": {"backend": "fsdp2", "freeze": EARLY},
+    "lab, pairs, frozen": {"wrap": "every:2", "freeze": FROZEN}, "fsdp2, frozen": {"backend": "fsdp2", "freeze": FROZEN},
     "fsdp1, resnet, bf16": {"model": "resnet-1m", "data": "images", "backend": "fsdp1", "precision": "bf16-pure"},
     "fsdp1, momentum": {"backend": "fsdp1", "optimizer": "sgd", "optimizer_args": {"momentum": 0.9, "nesterov": True}},
     # 16 samples: on a busy machine Gloo's thread frees a gathered copy late, which 4 samples show as 2.6 % of the peak.
-    "ddp, bf16, every second": {"backend": "ddp", "sharding": "no_shard", "precision": "bf16", "accumulate": 5, "sync": 2,
+    "ddp, bf16, every second": {"backend": "ddp", "sharding": "no_shard", "precision": "bf16", "accumulate": 3, "sync": 2,
                                 "micro_batch": 16},
 }  # fmt: skip
 # Two moments are as high as each other, within a percent; images in bf16 are activations or "other".
@@ -63,11 +68,11 @@ def events(pool: Pool) -> dict[str, StepEvent]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SPECS)
 def test_the_peak_and_its_classes_are_the_ledger_s_within_2_percent(events: dict[str, StepEvent], name: str) -> None:
-    """And what is held between steps, to the byte; and the closed form where it applies. Classes: of 2 % of the peak or
-    more."""
+    """Or within 6 % where convolutions copy. And what is held between steps, to the byte; and the closed form where it
+    applies. Classes: of 2 % of the peak or more."""
     here, event = planned(SPECS[name]), events[name]
     there = event.memory.at_peak
-    assert here.peak_bytes == pytest.approx(there.total_bytes, rel=0.02)
+    assert here.peak_bytes == pytest.approx(there.total_bytes, rel=0.06 if "resnet" in name else 0.02)
     if name not in OF_OTHER_CLASSES and "dropout" not in name:
         pairs = {role: (here.at_peak.of_role(role), there.of_role(role)) for role in Role}
         assert {role: pair for role, pair in pairs.items()
@@ -75,11 +80,13 @@ def test_the_peak_and_its_classes_are_the_ledger_s_within_2_percent(events: dict
     held = event.memory_curve[0].classes
     for role in set(Role) - {Role.OTHER} if SPECS[name].workload.freeze is None else ():
         assert here.held.of_role(role) == pytest.approx(held.of_role(role), rel=0.001, abs=64), role
-    if name == "lab, offload of all":
+    if "offload of all" in name:
         assert here.host_bytes == pytest.approx(event.memory.host_bytes, rel=0.001)
-    if name in ("lab", "lab, t5", "lab, llama, zero2"):
+    if name in ("lab", "lab, llama, zero2"):
         theory = peak_in_theory(SPECS[name], shape_for(SPECS[name].workload.model))
         assert there.total_bytes == pytest.approx(theory, rel=0.02)
+    if name == "lab":
+        assert there.total_bytes <= events["fsdp2"].memory.at_peak.total_bytes
 
 
 @pytest.mark.parametrize(("model", "ranks"), [("gpt2-1m", 4), ("t5-1m", 2), ("vit-1m", 2), ("resnet-1m", 4)])
@@ -123,28 +130,17 @@ def test_loading_takes_what_a_rank_keeps_without_optimizer_state() -> None:
     assert told == pytest.approx(values / 4, rel=0.01)
 
 
-MLP = ["transformer.h.*.mlp.*"]
-
-
 @pytest.mark.slow
-def test_flops_are_those_that_torch_counts_and_blocks_that_are_frozen_alike_are_recorded_once() -> None:
-    early, mlp = (shape_for("gpt2-10m", frozen=tuple(patterns)) for patterns in (EARLY, MLP))
-    for shape, patterns in ((early, EARLY), (mlp, MLP)):
-        counted, whole = (count_flops(resolve("gpt2-10m"), 128, frozen=f).model for f in (patterns, None))
-        assert shape.step_flops(128) == pytest.approx(counted, rel=0.05)
-        assert counted < 0.95 * whole
-        assert ModelShape.from_dict(shape.to_dict()) == shape
-    assert len(set(map(id, mlp.units))) <= 5 < len(mlp.units)
-    assert [len(u.frozen) for u in mlp.units] == [0] + [4] * (len(mlp.units) - 1)
-    assert [bool(u.frozen) for u in early.units] == [True] * 3 + [False] * (len(early.units) - 3)
-
-
-@pytest.mark.slow
-def test_a_plan_of_a_frozen_model_has_less_of_all() -> None:
-    spec = Spec(world_size=8).replace(model="gpt2-10m")
+def test_a_plan_of_a_frozen_model_has_less_of_all_and_its_blocks_are_told_apart_once() -> None:
+    spec, mlp = Spec(world_size=8).replace(model="gpt2-10m"), ("transformer.h.*.mlp.*",)
     whole, part = (
-        plan(spec.replace(freeze=f), shape_for("gpt2-10m", frozen=f), machine("h100", 8)) for f in (None, tuple(MLP))
+        plan(spec.replace(freeze=f), shape_for("gpt2-10m", frozen=f), machine("h100", 8)) for f in (None, mlp)
     )
+    for found in (whole, part):
+        counted = count_flops(resolve("gpt2-10m"), 128, frozen=found.spec.workload.freeze).model
+        assert found.shape.step_flops(128) == pytest.approx(counted, rel=0.05)
+    units = part.shape.units
+    assert len(set(map(id, units))) <= 5 < len(units) and [len(u.frozen) for u in units] == [0] + [4] * (len(units) - 1)
     assert part.memory.peak_bytes < whole.memory.peak_bytes and part.step_time_s < whole.step_time_s
     assert part.model_flops < whole.model_flops and part.memory.held.optimizer_bytes < whole.memory.held.optimizer_bytes
     assert part.link_bytes["reduce_scatter"] < whole.link_bytes["reduce_scatter"]

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import json
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from fsdp_lab.planner.bands import MEMORY_ERRORS, PUBLISHED_ERRORS
 from fsdp_lab.planner.costs import GATE, RESIDUAL, RMS_NORM, ROTARY, memory_traffic, padding
 from fsdp_lab.planner.devices import PUBLISHED
-from fsdp_lab.planner.memory import needed_bytes, under_pressure
 from fsdp_lab.planner.step import StepModel
 from tests.planner.research import __main__, fitting, validate
 from tests.planner.research.fitting import Responses, coverage, fit_errors, fit_rates, leave_out
@@ -30,23 +26,8 @@ GB = 1e9
 
 
 @pytest.mark.slow
-def test_a_table_is_filled_in_row_by_row_and_a_validation_says_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The validation on few rows, at the package's rates."""
-    rows = [TABLE[name] for name in ("mosaic-002", "mosaic-071", "fsdp-7b-B2-512")]
-    file = tmp_path / "rows.csv"
-    with file.open("w", newline="") as opened:
-        writer = csv.DictWriter(opened, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    assert __main__.main(["batch", str(file), "--json"]) == 0
-    told = {one["id"]: one for one in json.loads(capsys.readouterr().out)["rows"]}
-    assert told["mosaic-002"]["tflops_per_gpu"] == pytest.approx(419, rel=0.15)
-    paper = told["fsdp-7b-B2-512"]
-    assert paper["tokens_per_s_per_gpu_low"] < paper["tokens_per_s_per_gpu"] < paper["tokens_per_s_per_gpu_high"]
-    assert paper["peak_mem_low"] < paper["peak_mem"] < paper["peak_mem_high"] and 0 <= paper["fits_probability"] <= 1
-    assert told["mosaic-071"]["error"].startswith("precision: amp_fp8/DEFAULT is not one of the lab's")
+def test_a_validation_says_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On few rows, at the package's rates."""
     few = [one for one in ROWS if one["id"].startswith(("kempner", "dlrover", "tt165", "mosaic-00", *STRESS))]
     monkeypatch.setattr(__main__, "published", lambda: few)
     monkeypatch.setattr(validate, "CHECKS", [check for check in CHECKS if check[2].startswith("mosaic-00")])
@@ -64,8 +45,8 @@ def test_every_row_is_met_or_refused_with_a_reason() -> None:
     by_source = [[abs(errors[one.id]) for one in CASES if one.source == source] for source in {c.source for c in CASES}]
     assert sum(map(abs, errors.values())) / len(errors) < 0.065
     assert sum(sum(each) / len(each) for each in by_source) / len(by_source) < 0.065
-    constant = validate.summary(validate.by_constant(CASES))
-    assert constant["by_row_mape"] > 0.08 and constant["by_source_mape"] > 0.1, "one MFU a GPU is far worse"
+    constant = validate.by_constant(CASES)
+    assert mape(constant) > 0.08 and validate.by_source_mape(constant) > 0.1, "one MFU a GPU is far worse"
 
 
 def test_ratios_are_those_that_are_published() -> None:
@@ -90,24 +71,9 @@ def test_a_step_of_some_blocks_is_as_long_as_one_of_all() -> None:
     small = [one for one in few if one.id in ("jz-ring-7B-8", "jz-ring-7B-64")]
     assert len(small) == 2 and len(few) > 20
     for one in (*small, *few[::4]):
-        overlaps = not under_pressure(one.spec, one.shape, one.machine)
         model = StepModel(one.spec, one.shape.units, one.tokens_per_sample, one.machine, PUBLISHED,
-                          partial(SoftwareComputing, software=one.software), overlaps=overlaps)  # fmt: skip
+                          partial(SoftwareComputing, software=one.software))  # fmt: skip
         assert one.predicted_s() == pytest.approx(model.step().seconds, rel=0.03), one.id
-
-
-def test_where_memory_is_nearly_full_fsdp1_does_not_overlap() -> None:
-    full, roomy = case(TABLE["mosaic-080"]), case(TABLE["mosaic-081"])  # 30B on eight GPUs, 8,192 tokens and 4,096
-    assert under_pressure(full.spec, full.shape, full.machine)
-    assert not under_pressure(roomy.spec, roomy.shape, roomy.machine)
-    assert not under_pressure(full.spec.replace(backend="fsdp2"), full.shape, full.machine)
-    larger = dataclasses.replace(full.machine.device, memory_bytes=2 * full.machine.device.memory_bytes)
-    roomier = dataclasses.replace(full, machine=dataclasses.replace(full.machine, device=larger))
-    tight, free = full.plan(), roomier.plan()
-    assert tight.step_time_s > 1.05 * free.step_time_s and tight.step.exposed_comm_s > 5 * free.step.exposed_comm_s
-    state = 16 * full.shape.parameters / 8
-    assert state < needed_bytes(full.spec, full.shape) < 1.4 * state
-    assert needed_bytes(full.spec.replace(micro_batch=2), full.shape) > needed_bytes(full.spec, full.shape)
 
 
 def test_blocks_move_what_their_kernels_do_and_a_head_its_logits() -> None:
@@ -140,7 +106,7 @@ def test_the_bands_in_the_package_are_what_the_procedure_finds_and_they_hold() -
     assert errors.between == pytest.approx(PUBLISHED_ERRORS.between, abs=2e-3)
     assert fitting.with_quantiles(rows, errors).quantiles == errors.quantiles
     held = coverage(rows)
-    assert 0.75 <= held.share() <= 0.85 and held.width <= 1.5 * held.constant_width
+    assert 0.75 <= held.share <= 0.85 and held.width <= 1.5 * held.constant_width
     names = {one.machine.device.name for one in CASES}
     assert names <= PUBLISHED_ERRORS.devices and max(one.machine.ranks for one in CASES) == PUBLISHED_ERRORS.ranks
 

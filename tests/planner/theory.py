@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from fsdp_lab.engine.schedule import Direction, PointSide
-from fsdp_lab.planner.memory import batch_bytes, has_scratch, tape_of
+from fsdp_lab.planner.memory import batch_bytes, tape_of
 from fsdp_lab.planner.memory_models.base import MemoryTracker
 from fsdp_lab.planner.memory_models.flat import FlatMemory
-from fsdp_lab.planner.model_shape import ARRIVED, FREED, SCRATCH, ModelShape
+from fsdp_lab.planner.model_shape import ARRIVED, FREED, ModelShape
 from fsdp_lab.spec.spec import Spec
 
 
@@ -44,9 +44,7 @@ def peak_in_theory(spec: Spec, shape: ModelShape) -> float:
         peak = max(peak, model + held)
         for change in segment.changes:
             size = change.size.bytes_of(samples, tokens)
-            if change.kind == SCRATCH:
-                peak = max(peak, model + held + (size if has_scratch(spec) else 0.0))
-            elif change.kind == ARRIVED:
+            if change.kind == ARRIVED:
                 came[unit if change.unit is None else change.unit] += size
             else:
                 model += -size if change.kind == FREED else size

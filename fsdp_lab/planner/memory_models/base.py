@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 from fsdp_lab.base.events import Role, RoleBytes
 from fsdp_lab.engine.schedule import Point
@@ -200,10 +199,3 @@ class MemoryModel:
     def state_key(self, unit: int) -> tuple[object, ...]:
         """All state that determines what happens to this unit's gradients."""
         return (self.fresh[unit],)
-
-    def unit_state(self, unit: int) -> Any:
-        """State of a unit after its gradients are ready, as `set_unit_state` takes it."""
-        return self.fresh[unit]
-
-    def set_unit_state(self, unit: int, state: Any) -> None:
-        self.fresh[unit] = state

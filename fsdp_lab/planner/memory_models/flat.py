@@ -15,7 +15,7 @@ import itertools
 from functools import reduce
 
 from fsdp_lab.engine.layout import Layout
-from fsdp_lab.engine.schedule import Direction, Phase, Point, PointSide
+from fsdp_lab.engine.schedule import Direction, Phase, Point, PointSide, Rules
 from fsdp_lab.planner.costs import BYTES
 from fsdp_lab.planner.memory_models.base import (
     COMMUNICATION,
@@ -38,7 +38,7 @@ class FlatMemory(MemoryModel):
 
     def __init__(self, spec: Spec, shape: ModelShape, tracker: MemoryTracker, *, on_gpu: bool) -> None:
         super().__init__(spec, shape, tracker, on_gpu=on_gpu)
-        self._schedule = schedule_for(shape.call_tree, spec.strategy.schedule_rules)
+        self._schedule = schedule_for(shape.call_tree, self._rules)
         self._whole_gradients = spec.strategy.shards_optimizer_only
         self._low = spec.strategy.dtypes.keep_low_precision_gradients
         n = len(self.units)
@@ -62,6 +62,10 @@ class FlatMemory(MemoryModel):
             sizes = {"param": param, "reduce": BYTES[dtypes.reduce], "factor": n, "reduced": reduced}
             parts.append(UnitBytes.of(numel, decayed, others, **sizes))
         return reduce(_joined, parts)
+
+    @property
+    def _rules(self) -> Rules:
+        return self.strategy.schedule_rules
 
     @property
     def _is_view_of_master(self) -> bool:

@@ -1,13 +1,14 @@
 """`shape_for`: the `ModelShape` of a model. Those of presets are read from a file of the package, without torch.
 
 `recorded` records shapes with torch, and writes that file; `tape` records the tape of a step; `rewrapping` makes other units
-and other depths of a shape.
+of a shape.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import pickle
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib import resources
@@ -69,38 +70,39 @@ def shape_for(
     key = key_of(model)
     if is_packaged(model, wrap, frozen, lora, dropout):
         return _packaged(key, wrap)
-    return _recorded(key, wrap, frozen, lora, dropout, is_json=not isinstance(model, str))
+    return _recorded(key, wrap, frozen, lora, dropout)
 
 
 def is_packaged(model: str | Mapping[str, Any], wrap: str, frozen: Patterns, lora: Lora | None, dropout: str) -> bool:
     """Returns whether `shape_for` takes milliseconds."""
     is_plain = (frozen, lora, dropout) == (None, None, "off") and not wrap.startswith(("class:", "min_params:"))
-    return is_plain and key_of(model) in packaged_jsons()
+    return is_plain and key_of(model) in packaged()
 
 
 @lru_cache(maxsize=64)
-def _recorded(model: str, wrap: str, frozen: Patterns, lora: Lora | None, dropout: str, *, is_json: bool) -> ModelShape:
+def _recorded(model: str, wrap: str, frozen: Patterns, lora: Lora | None, dropout: str) -> ModelShape:
     from fsdp_lab.planner.shapes.recorded import shape_of
 
     if wrap == "whole" or wrap.startswith("every:"):  # other units of what is recorded once
         Strategy(wrap=wrap)  # validates it
-        return rewrapped(_recorded(model, "block", frozen, lora, dropout, is_json=is_json), wrap)
-    return shape_of(json.loads(model) if is_json else model, wrap, frozen, lora, dropout)
+        return rewrapped(_recorded(model, "block", frozen, lora, dropout), wrap)
+    return shape_of(json.loads(model) if model.startswith("{") else model, wrap, frozen, lora, dropout)
 
 
 @lru_cache(maxsize=64)
 def _packaged(key: str, wrap: str) -> ModelShape:
     if wrap != "block":
         return rewrapped(_packaged(key, "block"), wrap)
-    return ModelShape.from_dict(json.loads(packaged_jsons()[key]))
+    shape: ModelShape = pickle.loads(packaged()[key])
+    return shape
 
 
 @lru_cache(maxsize=1)
-def packaged_jsons() -> dict[str, str]:
-    """The JSON of each shape that the package has, by `key_of` its model; empty while the file is being made."""
+def packaged() -> dict[str, bytes]:
+    """A pickle of each shape that the package has, by `key_of` its model; empty while the file is being made."""
     try:
-        packed = resources.files("fsdp_lab.planner").joinpath("data/shapes.json.gz").read_bytes()
+        packed = resources.files("fsdp_lab.planner").joinpath("data/shapes.pickle.gz").read_bytes()
     except FileNotFoundError:
         return {}
-    jsons: dict[str, str] = json.loads(gzip.decompress(packed))
-    return jsons
+    pickles: dict[str, bytes] = pickle.loads(gzip.decompress(packed))
+    return pickles

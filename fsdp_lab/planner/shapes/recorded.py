@@ -1,7 +1,6 @@
 """`shape_of`: the `ModelShape` of a config: units, matrix products, and the tapes of a step. `own_shape`: of a user's.
 
-The model is built on meta. If its blocks are equal, a model of five blocks (the first two, a middle one, the last two) is
-recorded and the middle one is repeated, so a model of 126 layers takes as long as one of five.
+The model is built on meta.
 
 `python -m fsdp_lab.planner.shapes.recorded` writes the file of presets and of the models that a calibration trains, in some
 minutes.
@@ -9,56 +8,49 @@ minutes.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import gzip
-import json
+import pickle
 from collections.abc import Mapping, Sequence
 from itertools import starmap
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig
 
 from fsdp_lab.base.errors import FieldError, SpecError
-from fsdp_lab.base.tensors import map_tensors, tensors_in
 from fsdp_lab.engine.policy import ModuleKind, kind_of
 from fsdp_lab.engine.schedule import Direction, PointSide
 from fsdp_lab.models.build import freeze
 from fsdp_lab.models.configs import first_line, resolve
 from fsdp_lab.models.lora import adapted
-from fsdp_lab.models.own import OwnModel, OwnSource, objective
+from fsdp_lab.models.own import OwnModel
 from fsdp_lab.models.presets import PRESETS, TIMED, facts_of, key_of, timed_config
 from fsdp_lab.models.wrapping import blocks, units
 from fsdp_lab.planner.model_shape import (
     Kernels,
     ModelShape,
-    SavedBytes,
     SizeFormula,
     TapeChange,
     TapeSegment,
     UnitShape,
 )
-from fsdp_lab.planner.shapes.rewrapping import MIDDLE, net_bytes, repeated, rewrapped
+from fsdp_lab.planner.shapes.rewrapping import net_bytes, rewrapped
 from fsdp_lab.planner.shapes.tape import (
-    NO_LENGTH,
     SAMPLES,
     ConfigInputs,
     Inputs,
+    OwnInputs,
     TapeRecording,
     owners,
     products_of,
     record,
 )
-from fsdp_lab.spec.param_groups import matches
 from fsdp_lab.spec.spec import Strategy
 from fsdp_lab.spec.user_code import code_name
 from fsdp_lab.spec.workload import Lora, Workload
 
-ENOUGH = 5  # blocks of a stack; a T5's first block computes biases, and the sums of their gradients end in its second
-_DEPTHS = "num_hidden_layers n_layer num_layers n_layers num_decoder_layers encoder_layers decoder_layers"
 PRECISIONS = ("fp32", "half", "autocast")
 _TAPES = {"fp32": "fp32", "bf16": "half", "fp16": "half"}
 
@@ -71,9 +63,9 @@ def shape_of(
     dropout: str = "off",
 ) -> ModelShape:
     """The model, as for `resolve`, in the units of a `Strategy.wrap`, with `freeze`, `lora` and `dropout` of a Workload.
-    Takes seconds; `fsdp_lab.planner.shapes.shape_for` is faster for presets. Masks of attention are those of a CPU; a fused
-    kernel of a GPU has none, and takes less. Raises SpecError: no such model, patterns that freeze nothing or all of it, or
-    its forward cannot be recorded."""
+    Takes some seconds, and a third of one for each block; `fsdp_lab.planner.shapes.shape_for` is faster for presets. Masks
+    of attention are those of a CPU; a fused kernel of a GPU has none, and takes less. Raises SpecError: no such model,
+    patterns that freeze nothing or all of it, or its forward cannot be recorded."""
     Strategy(wrap=wrap)  # validates it
     config = resolve(model, dropout=dropout)
     name = model if isinstance(model, str) else f"a {config.model_type}"
@@ -86,12 +78,9 @@ def _recorded(
     config: PreTrainedConfig, name: str, wrap: str, frozen: Sequence[str] | None, lora: Lora | None
 ) -> ModelShape:
     inputs, what = ConfigInputs(facts_of(config)), f"a {config.model_type} of this config"
-    whole = adapted(config, lora)
-    freeze(whole, frozen)
-    inside = unit_modules(whole, wrap)
-    built = (_shallow(config, whole, inside, frozen, lora) if wrap == "block" else None) or whole
-    shape = recorded_shape(built, (built is whole and inside) or unit_modules(built, wrap), inputs, name, what)
-    return shape if built is whole else _deepened(shape, whole, inside)
+    built = adapted(config, lora)
+    freeze(built, frozen)
+    return recorded_shape(built, unit_modules(built, wrap), inputs, name, what)
 
 
 def recorded_shape(
@@ -117,54 +106,9 @@ def unit_modules(model: nn.Module, wrap: str) -> list[list[nn.Module]]:
         raise
 
 
-def _stacks(names: Sequence[str]) -> dict[str, list[int]]:
-    """Blocks by the list that contains them: name of the list -> indices in `names`."""
-    stacks: dict[str, list[int]] = {}
-    for i, name in enumerate(names):
-        stacks.setdefault(name.rpartition(".")[0], []).append(i)
-    return stacks
-
-
 def _names(model: nn.Module, inside: Sequence[Sequence[nn.Module]]) -> list[str]:
     named = {id(m): n for n, m in model.named_modules()}
     return [named[id(unit[0])] for unit in inside]
-
-
-def _shallow(
-    config: PreTrainedConfig,
-    model: nn.Module,
-    inside: Sequence[Sequence[nn.Module]],
-    frozen: Sequence[str] | None,
-    lora: Lora | None,
-) -> nn.Module | None:
-    """The same model with fewer layers; None if its blocks are few or not equal."""
-    for places in _stacks(_names(model, inside)).values():
-        kinds = {tuple((n, tuple(p.shape)) for n, p in inside[i][0].named_parameters()) for i in places[1:]}
-        trained = {tuple(p.requires_grad for p in inside[i][0].parameters()) for i in places[1:]}
-        if len(places) <= ENOUGH or len(kinds) != 1 or len(trained) != 1:
-            return None
-    if not inside or getattr(config, "layer_types", None):
-        return None
-    shallow = copy.deepcopy(config)
-    for depth in _DEPTHS.split():
-        if isinstance(getattr(shallow, depth, None), int):
-            setattr(shallow, depth, ENOUGH)
-    try:
-        built = adapted(shallow, lora)
-    except FieldError:
-        return None
-    for parameter_name, p in built.named_parameters():
-        p.requires_grad_(p.requires_grad and not matches(parameter_name, frozen or ()))
-    units_of_built = unit_modules(built, "block")
-    stacks, whole = _stacks(_names(built, units_of_built)), _stacks(_names(model, inside))
-    if any(len(places) != ENOUGH for places in stacks.values()):
-        return None
-    for stack, places in stacks.items():  # those that are repeated are frozen as those of the model
-        for place, of_model in zip(places, (*whole[stack][:MIDDLE], *whole[stack][MIDDLE - ENOUGH :]), strict=True):
-            ours, theirs = units_of_built[place][0], inside[of_model][0]
-            if [p.requires_grad for p in ours.parameters()] != [p.requires_grad for p in theirs.parameters()]:
-                return None
-    return built
 
 
 class _Model:
@@ -245,7 +189,7 @@ def _tape(
     return tuple(segments)
 
 
-def _saved(tape: Sequence[TapeSegment], calls: set[int]) -> SavedBytes:
+def _saved(tape: Sequence[TapeSegment], calls: set[int]) -> SizeFormula:
     """Returns what a unit's forward leaves allocated, outside of the calls inside it."""
     changes: list[TapeChange] = []
     open_calls: list[int] = []
@@ -257,53 +201,21 @@ def _saved(tape: Sequence[TapeSegment], calls: set[int]) -> SavedBytes:
         if (open_calls[-1] if open_calls else 0) in calls:
             changes += segment.changes
     net = net_bytes(changes)
-    per_token, per_pair, fixed = (max(0.0, float(net.get((1, power), 0))) for power in (1, 2, 0))
-    return SavedBytes(per_token_bytes=per_token, per_pair_bytes=per_pair, fixed_bytes=fixed)
-
-
-def _deepened(shape: ModelShape, model: nn.Module, inside: Sequence[Sequence[nn.Module]]) -> ModelShape:
-    """The shape of the whole model: the middle block of each stack is repeated."""
-    names = _names(model, inside)
-    whole, shallow = _stacks(names), _stacks(shape.unit_names[1:])
-    times = {shallow[stack][MIDDLE] + 1: len(places) - ENOUGH + 1 for stack, places in whole.items()}
-    grown = repeated(shape, times)
-    saved = {dtype: _saved(grown.tapes[key], {0}) for dtype, key in _TAPES.items()}
-    units = (dataclasses.replace(grown.units[0], saved=saved), *grown.units[1:])
-    buffers_bytes = sum(b.nbytes for b in model.buffers())
-    return dataclasses.replace(grown, units=units, unit_names=("root", *names), buffers_bytes=buffers_bytes)
+    return SizeFormula(tuple((1, power, size) for power in range(3) if (size := net.get((1, power), 0.0)) > 0))
 
 
 def write_shapes(path: Path) -> None:
     """Writes the shape of every preset and of the models of a calibration, in units of wrap "block"."""
     models = {name: name for name in PRESETS} | {key_of(config): config for config in starmap(timed_config, TIMED)}
-    jsons = {key: json.dumps(shape_of(model).to_dict(), separators=(",", ":")) for key, model in models.items()}
+    packed = {key: pickle.dumps(shape_of(model)) for key, model in models.items()}
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(gzip.compress(json.dumps(jsons).encode(), mtime=0))
+    path.write_bytes(gzip.compress(pickle.dumps(packed), mtime=0))
 
 
 # -- `own_shape`: of a module of the user's own ----------------------------------------------------------------------
 #
 # A sample counts as one token, as an image does in a convolutional network. What grows with samples is told by a prime
 # number of them; a model whose sizes it divides is refused, as is what the planner cannot repeat.
-
-
-class OwnInputs:
-    """The samples and the loss of a Workload. Raises SpecError."""
-
-    image_tokens: int | None = 1
-
-    def __init__(self, workload: Workload) -> None:
-        self._samples, self._loss = OwnSource(workload).first(SAMPLES), objective(workload)
-        self.batch_size = SizeFormula(((1, 0, sum(t.nbytes for t in tensors_in(self._samples)) / SAMPLES),))
-
-    def length(self, model: nn.Module) -> int:
-        return NO_LENGTH
-
-    def batch(self, seq_len: int) -> Any:
-        return map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype), self._samples)
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return self._loss(model, batch)
 
 
 def own_shape(workload: Workload, wrap: str) -> ModelShape:
@@ -330,4 +242,4 @@ def _unknown(reason: str) -> SpecError:
 
 
 if __name__ == "__main__":
-    write_shapes(Path(__file__).parents[1] / "data" / "shapes.json.gz")
+    write_shapes(Path(__file__).parents[1] / "data" / "shapes.pickle.gz")

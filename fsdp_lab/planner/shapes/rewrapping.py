@@ -1,7 +1,4 @@
-"""The same model in other units, and of another depth. No torch.
-
-`rewrapped` joins blocks to groups or to one unit; `deepened` repeats blocks, or drops some.
-"""
+"""`rewrapped`: the same model in other units, whose blocks are joined to groups or to one unit. No torch."""
 
 from __future__ import annotations
 
@@ -10,14 +7,13 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fsdp_lab.engine.schedule import Direction, Point, PointSide
+from fsdp_lab.engine.schedule import Point
 from fsdp_lab.planner.model_shape import (
     ALLOCATED,
     FREED,
     NO_KERNELS,
     Kernels,
     ModelShape,
-    SavedBytes,
     SizeFormula,
     TapeChange,
     TapeSegment,
@@ -85,10 +81,6 @@ def joined_units(group: Sequence[UnitShape]) -> UnitShape:
     for name in ("full_precision", "frozen"):
         chained[name] = tuple(j + o for u, o in zip(group, offsets, strict=False) for j in getattr(u, name))
 
-    def saved(dtype: str) -> SavedBytes:
-        names = [f.name for f in dataclasses.fields(SavedBytes)]
-        return SavedBytes(**{name: sum(getattr(u.saved[dtype], name) for u in group) for name in names})
-
     def kernels(name: str) -> tuple[Kernels, Kernels]:
         forward, backward = (sum((u.kernels[name][i] for u in group), NO_KERNELS) for i in (0, 1))
         return forward, backward
@@ -98,7 +90,7 @@ def joined_units(group: Sequence[UnitShape]) -> UnitShape:
         **chained,
         has_backward=any(u.has_backward for u in group),
         pair_flops=sum(u.pair_flops for u in group),
-        saved={dtype: saved(dtype) for dtype in first.saved},
+        saved={dtype: sum((u.saved[dtype] for u in group), SizeFormula(())) for dtype in first.saved},
         heads=max(u.heads for u in group),
         causal=any(u.causal for u in group),
         kernels={name: kernels(name) for name in first.kernels},
@@ -120,66 +112,6 @@ def _whole(shape: ModelShape) -> ModelShape:
     return dataclasses.replace(shape, units=(root,), calls=((0, None),), tapes=tapes, unit_names=("root",))
 
 
-MIDDLE = 2  # index in a stack of the first block that equals those after it
-
-
-def deepened(shape: ModelShape, blocks: int) -> ModelShape:
-    """The model, of wrap "block", with so many blocks, in the same proportion in all stacks and at least one in each. What
-    the root saves is not changed."""
-    stacks: dict[str, list[int]] = {}
-    for i, name in enumerate(shape.unit_names or [unit.name for unit in shape.units]):
-        if i:
-            stacks.setdefault(name.rpartition(".")[0], []).append(i)
-    times: dict[int, int] = {}
-    for places in stacks.values():
-        wanted = max(1, round(blocks * len(places) / (len(shape.units) - 1)))
-        middle = MIDDLE if len(places) > 2 * MIDDLE else min(1, len(places) - 1)
-        if wanted >= len(places):
-            times[places[middle]] = wanted - len(places) + 1
-        else:
-            first = min(middle, wanted)
-            times.update(dict.fromkeys(places[first : first + len(places) - wanted], 0))
-    grown = repeated(shape, times)
-    return dataclasses.replace(grown, name=f"{shape.name}, {len(grown.units) - 1} blocks")
-
-
-def repeated(shape: ModelShape, times: Mapping[int, int]) -> ModelShape:
-    """The model with units repeated so many times; 0 drops one. The root calls each of them directly and once."""
-    units, names, first = [shape.units[0]], [*shape.unit_names[:1]], {0: 0}
-    calls: list[tuple[int, int | None]] = [(0, None)]
-    for k in range(1, len(shape.units)):
-        first[k] = len(units)
-        for _ in range(times.get(k, 1)):
-            units.append(shape.units[k])
-            names += shape.unit_names[k : k + 1]
-            calls.append((len(calls), 0))
-    tapes = {name: _balanced(_repeated(tape, times, first), _net(tape)) for name, tape in shape.tapes.items()}
-    return dataclasses.replace(
-        shape, units=tuple(units), calls=tuple(calls) if shape.calls else (), tapes=tapes, unit_names=tuple(names)
-    )
-
-
-def _repeated(
-    tape: Sequence[TapeSegment], times: Mapping[int, int], first: Mapping[int, int]
-) -> tuple[TapeSegment, ...]:
-    segments: list[TapeSegment] = []
-    i = 0
-    while i < len(tape):
-        call, direction = tape[i].point.call, tape[i].point.direction
-        stop = i + 1
-        while stop < len(tape) and call and tape[stop].point.call == call and tape[stop].point.direction is direction:
-            stop += 1
-        count = times.get(call, 1)
-        numbers = [first[call] + n for n in range(count)]
-        for number in numbers if direction is Direction.FORWARD else reversed(numbers):
-            for s in tape[i:stop]:
-                changes = tuple(c if c.unit is None else dataclasses.replace(c, unit=first[c.unit]) for c in s.changes)
-                point = Point(direction, number, s.point.moment)
-                segments.append(TapeSegment(point, s.changes if changes == s.changes else changes))
-        i = stop
-    return tuple(segments)
-
-
 def net_bytes(changes: Iterable[TapeChange]) -> dict[tuple[int, int], float]:
     """Bytes that the changes leave allocated, except gradients: powers of samples and tokens -> coefficient."""
     sums: dict[tuple[int, int], float] = {}
@@ -187,18 +119,3 @@ def net_bytes(changes: Iterable[TapeChange]) -> dict[tuple[int, int], float]:
         for b, t, c in change.size.terms:
             sums[b, t] = sums.get((b, t), 0) + c * {ALLOCATED: 1, FREED: -1}.get(change.kind, 0)
     return sums
-
-
-def _net(tape: Sequence[TapeSegment]) -> dict[tuple[int, int], float]:
-    return net_bytes(c for segment in tape for c in segment.changes)
-
-
-def _balanced(tape: tuple[TapeSegment, ...], net: Mapping[tuple[int, int], float]) -> tuple[TapeSegment, ...]:
-    """The tape with what repeated blocks leave allocated (autocast's copies of weights) freed where autocast ends."""
-    more = {power: size - net.get(power, 0) for power, size in _net(tape).items()}
-    terms = tuple((b, t, c) for (b, t), c in sorted(more.items()) if c)
-    if not terms:
-        return tape
-    end = Point(Direction.FORWARD, 0, PointSide.AFTER)
-    freed = TapeChange(FREED, SizeFormula(terms))
-    return tuple(TapeSegment(s.point, tuple(merged([freed, *s.changes]))) if s.point == end else s for s in tape)

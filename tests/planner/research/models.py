@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 from fsdp_lab.planner.costs import BYTES
-from fsdp_lab.planner.model_shape import MatMul, ModelShape, SavedBytes, UnitShape
+from fsdp_lab.planner.model_shape import MatMul, ModelShape, SizeFormula, UnitShape
 
 MASK_ITEM = 2  # bytes of an element of a mask: FSDP casts buffers as it casts parameters
 
@@ -112,7 +112,7 @@ def _t5_block(model: NamedModel, attentions: int) -> UnitShape:
 def _root(model: NamedModel) -> UnitShape:
     table = model.vocabulary * model.hidden
     positions = model.seq_len * model.hidden if model.family == "gpt" else 0
-    logits = SavedBytes(per_token_bytes=10.0 * model.vocabulary)
+    logits = SizeFormula(((1, 1, 10.0 * model.vocabulary),))
     return UnitShape(
         name="root", parameters=tuple(n for n in (table, 0 if model.tied else table, positions, model.hidden) if n),
         products=(MatMul(inputs=model.hidden, outputs=model.vocabulary),), saved=dict.fromkeys(BYTES, logits),
@@ -125,9 +125,8 @@ def _weights(products: Sequence[MatMul]) -> tuple[int, ...]:
     return tuple(p.inputs * p.outputs for p in products for _ in range(p.count))
 
 
-def _saved_bytes(per_token: int, per_pair: int = 0) -> dict[str, SavedBytes]:
+def _saved_bytes(per_token: int, per_pair: int = 0) -> dict[str, SizeFormula]:
     """By dtype, from bytes in half precision."""
-    return {
-        dtype: SavedBytes(per_token_bytes=per_token * item / 2, per_pair_bytes=per_pair * item / 2)
-        for dtype, item in BYTES.items()
-    }
+    pairs = ((1, 2, per_pair / 2),) if per_pair else ()
+    whole = ((1, 1, per_token / 2), *pairs)
+    return {dtype: SizeFormula(tuple((b, t, each * item) for b, t, each in whole)) for dtype, item in BYTES.items()}

@@ -20,7 +20,7 @@ from fsdp_lab.planner.costs import (
     traffic_bytes,
 )
 from fsdp_lab.planner.devices import PUBLISHED, Machine, Rates
-from fsdp_lab.planner.memory import CONTEXT_BYTES, MODELS, MemoryPlan, memory, under_pressure
+from fsdp_lab.planner.memory import CONTEXT_BYTES, MODELS, MemoryPlan, memory
 from fsdp_lab.planner.memory_models.base import GRADIENTS, OPTIMIZER, PARAMETERS, MemoryModel
 from fsdp_lab.planner.memory_models.fsdp import DDPMemory, FSDP1Memory
 from fsdp_lab.planner.model_shape import ModelShape, UnitShape
@@ -96,7 +96,7 @@ class KeepingFSDP1(FSDP1Memory):
     """FSDP1 whose gradients are filled with zeros, and so stay."""
 
     def begin_micro_batch(self, *, reduces: bool) -> None:
-        self._begun = True
+        self.begun = True
         super().begin_micro_batch(reduces=reduces)
 
 
@@ -159,5 +159,4 @@ def planned(spec: Spec, shape: ModelShape, machine: Machine, software: Software)
 def planned_s(spec: Spec, shape: ModelShape, machine: Machine, software: Software, rates: Rates = PUBLISHED) -> float:
     """Seconds of a step."""
     computing = partial(SoftwareComputing, software=software)
-    overlaps = not under_pressure(spec, shape, machine)
-    return step_seconds(spec, shape, machine, rates, computing, overlaps=overlaps)
+    return step_seconds(spec, shape, machine, rates, computing)

@@ -257,7 +257,7 @@ class BlockOperators:
         """item: bytes of an element."""
         h, counts = unit.boundary_elements, {(p.inputs, p.outputs): p.count for p in unit.products}
         self._h, self._item, self._inner, self._compiled = h, item, unit.products[-1].inputs, compiled
-        self._is_t5 = any(s.per_pair_bytes for s in unit.saved.values())
+        self._is_t5 = _keeps_pairs(unit)
         self._is_gated = counts.get((int(h), self._inner), 1) > 1 and self._inner != h
         self._is_llama = self._is_gated and not self._is_t5
         self._is_gpt = not (self._is_t5 or self._is_gated)
@@ -387,5 +387,9 @@ def _root(shape: ModelShape, dtype: str, software: Software, compiled: bool) -> 
 
 def _bias_heads(shape: ModelShape) -> float:
     """Heads that have a bias for every pair of tokens: of a T5's encoder, its decoder, and between them."""
-    blocks = {id(unit): unit for unit in shape.units[1:] if any(s.per_pair_bytes for s in unit.saved.values())}
+    blocks = {id(unit): unit for unit in shape.units[1:] if _keeps_pairs(unit)}
     return float(sum(unit.heads for unit in blocks.values()))
+
+
+def _keeps_pairs(unit: UnitShape) -> bool:
+    return any(t == 2 for _, t, _ in unit.saved["bf16"].terms)
