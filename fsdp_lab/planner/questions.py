@@ -74,8 +74,6 @@ def planned_here(
         raise ArgumentError("network_gbit_per_s", reason, "give hosts as well")
     if hosts is not None:
         check_whole("hosts", hosts)
-    if spec.link is not None:
-        raise SpecError("link", "an emulated link is not planned for", "leave it out, or measure it in a run")
     shape, ranks = shape_of(spec), calibration.ranks
     if spec.world_size != ranks * (hosts or 1):
         were = "1 rank was" if ranks == 1 else f"{ranks} ranks were"

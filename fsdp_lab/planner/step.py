@@ -31,6 +31,7 @@ from fsdp_lab.planner.costs import (
 )
 from fsdp_lab.planner.devices import Machine, Rates
 from fsdp_lab.planner.model_shape import ModelShape, UnitShape
+from fsdp_lab.spec.link import LinkSpec
 from fsdp_lab.spec.spec import BACKEND_TRAITS, Spec
 
 # Backends whose host runs ahead of a GPU; on a CPU, which has no streams, they wait for their collectives.
@@ -168,6 +169,7 @@ class StepModel:
             late_s=late_s(self.spec.world_size, self.rates),
             blocking=self._blocking,
             issue_s=issue_s,
+            disturbs_s=functools.partial(self._disturbs_s, reduces=reduces),
         ).run()
 
     def _issue_s(self, action: Action, *, reduces: bool = True) -> float:
@@ -227,15 +229,37 @@ class StepModel:
             return 0.0
         key = action.phase, self._elements(action)
         if key not in self._sent_s:
-            self._sent_s[key] = self._carried_s(*key)
+            self._sent_s[key] = max(self._carried_s(*key), self._emulated_s(*key))
         return self._sent_s[key]
 
+    def _disturbs_s(self, action: Action, *, reduces: bool) -> float:
+        """Seconds in which a collective may slow computing: not those in which it waits for an emulated link."""
+        seconds = self.seconds(action, reduces=reduces)
+        return min(seconds, self._carried_s(action.phase, self._elements(action))) if self._link else seconds
+
     def _carried_s(self, phase: Phase, elements: int) -> float:
-        """A gather or a reduction, with its copies."""
+        """A gather or a reduction over the real link."""
         alone = sum(collective_seconds(*one, self.machine, self.rates) for one in self._collectives(phase, elements))
         measured = self.machine.device.measured  # of others the copies are in `_copies_s`
         copied_s = measured.copies(self._copied_bytes(phase, elements)) if measured else 0.0
         return copied_s + self.rates.host(self.spec.strategy.backend).stretch * alone
+
+    def _emulated_s(self, phase: Phase, elements: int) -> float:
+        """Over the Spec's emulated link; hardware that is named has its own (wire/link.py)."""
+        if self._link is None:
+            return 0.0
+        bytes_per_s, latency_s = self._link
+        sent = [link_bytes(kind, size, group.size) for kind, size, group in self._collectives(phase, elements)]
+        return sum(latency_s + size / bytes_per_s for size in sent)
+
+    @functools.cached_property
+    def _link(self) -> tuple[float, float] | None:
+        """Bandwidth and latency of the emulated link, scaled to this device."""
+        device, text = self.machine.device, self.spec.link
+        if device.measured is None or text is None:
+            return None
+        link, dtype = LinkSpec.parse(text), self._dtypes.param
+        return link.bytes_per_s * link.scale(device.peak_flops_per_s.get(dtype), dtype), link.latency_s
 
     def _elements(self, action: Action) -> int:
         """Elements that a unit gathers or reduces; with DDP, those of the bucket that it fills. FSDP1 reduces a flat
@@ -348,6 +372,7 @@ class Simulation:
     late_s: float = 0.0  # wait of a collective for the last of its ranks, and of computing with it
     blocking: frozenset[Phase] = frozenset()  # phases during which the computing thread waits
     issue_s: Callable[[Action], float] | None = None  # of the host, to issue an action; None: no separate host does
+    disturbs_s: Callable[[Action], float] | None = None  # of a collective that may slow computing; None: all
 
     def __post_init__(self) -> None:
         self._computing = self._sending = self._copying = 0.0  # when each queue is free
@@ -405,7 +430,7 @@ class Simulation:
             self._exposed_s += begin + lasts - self._computing
             self._computing = begin + lasts
         else:
-            self._disturbed += lasts
+            self._disturbed += lasts if self.disturbs_s is None else self.disturbs_s(action)
         self._sending = begin + lasts
         self._waited_s += self.late_s if lasts else 0.0
         return begin, self._sending

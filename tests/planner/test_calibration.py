@@ -11,7 +11,7 @@ import pytest
 from fsdp_lab.base.errors import ArgumentError, SpecError
 from fsdp_lab.planner.bands import RateKind
 from fsdp_lab.planner.calibration import TCP_SHARE, Calibration, references
-from fsdp_lab.planner.devices import PUBLISHED, Curve, HostOverhead, Rates
+from fsdp_lab.planner.devices import PUBLISHED, Curve, HostOverhead, Rates, machine
 from fsdp_lab.planner.model_shape import ModelShape
 from fsdp_lab.planner.plan import Plan, plan
 from fsdp_lab.planner.questions import planned_here
@@ -109,8 +109,6 @@ def test_hosts_that_were_not_calibrated_are_refused() -> None:
     spec = Spec(world_size=RANKS)
     with pytest.raises(SpecError, match=f"{RANKS} ranks were calibrated, and the Spec has {RANKS}; .*give hosts"):
         planned_here(spec, here, hosts=2)
-    with pytest.raises(SpecError, match="link: an emulated link is not planned for; leave it out"):
-        planned_here(spec.replace(link="1 GB/s"), here)
     with pytest.raises(ArgumentError, match="one machine was calibrated, and has no network; give hosts"):
         planned_here(spec, here, network_gbit_per_s=10)
     with pytest.raises(ArgumentError, match="hosts: 0 is refused"):
@@ -153,6 +151,28 @@ def test_a_curve_goes_through_its_points_and_on() -> None:
     assert curve.best == 1.0
     with pytest.raises(ValueError, match="one point"):
         Curve.of([])
+
+
+def test_an_emulated_link_is_planned_here_and_not_on_hardware_that_is_named() -> None:
+    here, _ = made_up()
+    spec = BASE.replace(model="gpt2-1m", seq_len=64)
+
+    def on(link: str | None, **changes: Any) -> Plan:
+        return planned_here(spec.replace(link=link, **changes), here)
+
+    none, fast, slow = on(None), on("100 GB/s"), on("0.01 GB/s")
+    assert fast.step_time_s == none.step_time_s
+    sent = sum(slow.link_bytes.values())
+    assert slow.step_time_s == pytest.approx(sent / 10e6, rel=0.1)
+    later, latency = on("0.01 GB/s, 5 ms"), 5e-3
+    model = StepModel(spec, shape_for("gpt2-1m").units, 64, here.machine, here.rates)
+    assert later.step_time_s - slow.step_time_s == pytest.approx(model.sends * latency, rel=0.2)
+    assert on("0.01 GB/s", backend="fsdp2").step_time_s > slow.step_time_s, "which waits while it gathers"
+    assert on("nvlink of h100").step_time_s > 0
+    there, with_link = (
+        plan(spec.replace(link=link), shape_for("gpt2-1m"), machine("h100", RANKS)) for link in (None, "1 kB/s")
+    )
+    assert there.step_time_s == with_link.step_time_s
 
 
 EAGER_S, ON_GPU = 40e-6, {name: replace(host, stretch=1.0) for name, host in TRUTH.items()}
