@@ -67,6 +67,7 @@ class Controls(InputForm):
             first = first.replace(model=FIRST_MODEL_ON_CPUS)
         self.choices = Choices(first, check=self._check)
         self._sent: list[_Sent] = []
+        self._ranks = len(lab.devices)
         self._too_large: Spec | None = None  # what Start refused
         self._complaint = ""
         self._question = ""  # the field that is asked about, because its change begins at step 0
@@ -239,6 +240,10 @@ class Controls(InputForm):
                 spec = run.pending or run.spec  # code may change it, too
                 if spec.id != self.choices.wanted.id and not run.state.over and not self._waiting():
                     self.choices.adopt(spec)
+            if (ranks := len(self._lab.devices)) not in (0, self._ranks):  # as by `lab.move`
+                self._ranks = ranks
+                if active_run(self._lab) is None and ranks != self.choices.wanted.world_size:
+                    self._take({"world_size": ranks, "devices": None})
             changed = before != (self.choices.notes, self.choices.wanted)
             (self._show if changed else self._show_state)()
 

@@ -18,7 +18,7 @@ from fsdp_lab.dashboard.feed import Feed
 from fsdp_lab.dashboard.forms import InputForm, answer_while_busy, close_all, display_widget, error_text, styled
 from fsdp_lab.dashboard.lab_like import LabLike
 from fsdp_lab.dashboard.live import Latency, LiveView
-from fsdp_lab.dashboard.opened_forms import DiagnosisBox, HostsForm, SweepForm, WritingForm
+from fsdp_lab.dashboard.opened_forms import DiagnosisBox, SweepForm, WritingForm
 from fsdp_lab.dashboard.safety import SafetyBox
 from fsdp_lab.dashboard.slow_motion import SlowMotionBox
 from fsdp_lab.runs import Comparison, WatchedRun
@@ -64,21 +64,18 @@ class Dashboard:
         self._sweep_form = SweepForm(lab, self._wanted)
         self._safety = SafetyBox(lab, begin=lambda start: self._controls.begin(start))
         self._writing = WritingForm(lab)
-        self._hosts = HostsForm(lab, choose=lambda values: self._controls.accept(values))
-        forms = [self._sweep_form.widget, self._writing.widget, self._hosts.widget]
-        self._controls = Controls(lab, forms, self._safety.options)
+        self._controls = Controls(lab, [self._sweep_form.widget, self._writing.widget], self._safety.options)
         keep = "Keep this run's curves and figures to compare other runs with"
         self._controls.add_button("Pin", "thumb-tack", keep, self.pin)
         side_by_side = "Train several strategies side by side"
         self._controls.add_button("Compare…", "columns", side_by_side, self._sweep_form.toggle)
         self._controls.add_button("Write…", "pencil", "Have the model continue a text", self._writing.toggle)
-        self._controls.add_button("Hosts…", "server", "Start the ranks on other hosts", self._hosts.toggle)
         self._feed = Feed(lab, self._live, self._board, ComparisonCard(self._press), self._wanted)
         self._slow = SlowMotionBox(lab, wanted=self._controls.slow_motion_spec, accept=self._controls.accept)
         self.diagnosis = DiagnosisBox(choose=self._controls.accept)
         shown = [self._controls.widget, self._safety.widget, self.diagnosis.widget, self._live, self._slow.widget]
         self._box = styled(widgets.VBox(shown), "fsdp-lab")
-        below = (self._writing, self._hosts, self._safety, self._slow, self.diagnosis)
+        below = (self._writing, self._safety, self._slow, self.diagnosis)
         self._forms: tuple[InputForm, ...] = (self._controls, self._sweep_form, *below)
         answer_while_busy([self._live, *(widget for form in self._forms for widget in form.inputs)])
         self._halt = threading.Event()
@@ -175,7 +172,6 @@ class Dashboard:
                 self._controls.tick(run, events)
                 self._sweep_form.tick()
                 self._writing.tick()
-                self._hosts.tick()
                 self._safety.tick(run)
                 self.diagnosis.tick(self._feed.run)
                 self._slow.tick()

@@ -5,11 +5,9 @@ It is a protocol because `fsdp_lab.lab` itself makes dashboards, and so cannot b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from fsdp_lab.cluster.assembly import StartProgress
-from fsdp_lab.cluster.hosts import Hosts
 from fsdp_lab.cluster.membership import RankStatus
 from fsdp_lab.planner.plan import Plan
 from fsdp_lab.runs import Run, SlowMotion, Sweep, WatchedRun
@@ -42,7 +40,6 @@ class LabLike(Protocol):
     @property
     def lost(self) -> Mapping[int, Any]: ...
     def rank_status(self) -> Sequence[RankStatus]: ...
-    def move(self, hosts: Hosts | None, ranks: int | None, *, progress: Callable[[StartProgress], None]) -> None: ...
     def run(self, spec: Spec | None = None, **options: Any) -> Run: ...
     def resume(self, checkpoint: str, **options: Any) -> Run: ...
     def recover(self, ranks: str | None = None) -> Run: ...

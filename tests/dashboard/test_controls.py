@@ -330,6 +330,9 @@ def test_the_controls_follow_code_also_in_what_only_code_can_give(desk):
     desk.lab.current.apply(sharding="shard_grad_op", micro_batch=4)
     desk.until(lambda: desk.controls._controls["micro_batch"].input.value == 4)
     assert desk.controls._controls["sharding"].input.value == "shard_grad_op"
+    desk.lab.current.stop()
+    desk.lab.devices = ("cpu",) * 4  # as by `lab.move`
+    desk.until(lambda: desk.controls.choices.wanted.world_size == 4)
 
 
 def test_a_link_is_chosen_or_written(desk):
