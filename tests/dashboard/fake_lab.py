@@ -444,7 +444,6 @@ class FakeLab:
         self.ranks, self.hosts = ranks, hosts
         self.devices = ("cpu",) * ranks
         self.begun: list[str] = []  # each run: fresh, or continued
-        self.most_ranks: int | None = None
         self.attached = False
         self.spec = Spec(world_size=ranks)
         self.current: FakeRun | None = None

@@ -142,20 +142,17 @@ def test_what_the_ranks_refuse_is_said_with_their_reason_and_their_way_out(desk)
     assert desk.controls.choices.wanted.link == "100 Gb/s of h100" and desk.validate(1) == ""
 
 
-def test_a_model_that_begins_anew_is_applied_at_step_0(desk):
+def test_a_model_that_begins_anew_waits_for_a_start(desk):
     desk.start()
     run = desk.lab.current
     desk.choose("model", "gpt2-10m")
-    desk.tick()
-    assert "With another model training begins at step 0." in desk.notice() and not run.applies, "it asks first"
-    desk.controls._answers[1].click()
-    desk.tick()
-    assert (desk.notice(), desk.note("model"), desk.controls.choices.wanted) == ("", "", run.spec)
-    desk.choose("model", "gpt2-10m")
     desk.choose("precision", "bf16")
-    desk.controls._answers[0].click()
-    desk.until(lambda: desk.note("model") == desk.note("precision") == "applied at step 0")
-    assert desk.notice() == "" and len(run.applies) == 1
+    desk.tick()
+    assert "With another model training begins at step 0, with the next start" in desk.notice() and not run.applies
+    assert desk.note("model") == desk.note("precision") == "with the next start"
+    desk.choose("model", "gpt2-1m")
+    desk.until(lambda: desk.note("precision").startswith("applied at step"))
+    assert desk.notice() == "" and len(run.applies) == 1 and run.spec.workload.model == "gpt2-1m"
 
 
 def test_what_the_end_of_a_run_overtakes_waits_for_the_next(desk):
@@ -211,31 +208,16 @@ def test_on_cpus_the_first_model_is_a_small_one():
     assert Controls(lab).choices.wanted == lab.spec, "somebody chose it"
 
 
-def test_hybrid_sharding_on_two_ranks_offers_as_many_as_there_can_be_in_one_click(desk):
-    desk.lab.most_ranks = 3
-    desk.choose("sharding", "hybrid_shard")
-    button = desk.controls._groups[0].button
-    assert button.disabled and button.tooltip == "The given cluster has 3 engines; start more of them first."
-    assert button.tooltip in desk.validate() and "2 ranks have none" in desk.validate()
-    desk.lab.most_ranks = 4
-    desk.choose("precision", "bf16")
-    assert (button.description, button.disabled) == ("Use 4 ranks", False)
-    assert desk.controls.choices.wanted.world_size == 2
-    button.click()
-    assert desk.note("world_size") == desk.note("sharding") == "with the next start" and not desk.validate()
-    desk.controls.start()
-    assert desk.lab.current.spec.world_size == 4 and desk.lab.current.spec.strategy.sharding == "hybrid_shard"
-
-
-def test_a_run_goes_on_with_four_ranks_which_is_said_before(desk):
+def test_hybrid_sharding_on_two_ranks_offers_four_in_one_click(desk):
     desk.controls.start()
     run = desk.lab.current
     desk.choose("sharding", "hybrid_shard")
-    assert "Another number of ranks takes some seconds; the run goes on with its parameters." in desk.validate()
-    desk.controls._groups[0].button.click()
+    button = desk.controls._groups[0].button
+    assert "2 ranks have none" in desk.validate() and button.description == "Use 4 ranks"
+    button.click()
     desk.until(lambda: desk.note("sharding").startswith("applied at step"))
     assert desk.lab.current is run and run.spec.world_size == 4 and run.spec.strategy.sharding == "hybrid_shard"
-    assert 4 in desk.options("shard_size")
+    assert 4 in desk.options("shard_size") and not desk.validate()
 
 
 def test_what_is_written_is_read_and_written_back(desk):
