@@ -16,7 +16,7 @@ from typing import Any
 from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.base.formatting import duration
-from fsdp_lab.dashboard.board import Board, BoardView, ComparisonCard, Kind
+from fsdp_lab.dashboard.board import Board, BoardView, ComparisonCard
 from fsdp_lab.dashboard.fields import short_value
 from fsdp_lab.dashboard.lab_like import LabLike, active_sweep, shown_run
 from fsdp_lab.dashboard.live import LiveView, Scene
@@ -230,7 +230,7 @@ class Feed:
     def _compare(self, shown: BoardView) -> None:
         """Shows the board's comparison and curves, if they have changed."""
         sweep = self._lab.sweep
-        over = sweep is not None and sweep.done and any(e.kind is Kind.SWEEP for e in shown.entries)
+        over = sweep is not None and sweep.done and any(e.swept for e in shown.entries)
         if self._compared == (shown, over):
             return
         self._compared = (shown, over)

@@ -135,26 +135,14 @@ class Pin:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """A piece of a bar: its length as a share of the longest bar, and how it is filled."""
-
-    share: float
-    token: str
-    hatch: str = " "
-
-
-@dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A cell of a table that is more than text. `parts` is a stacked bar below the text, and `whisker` the ends of its
-    spread, as shares of the longest bar. `press` makes the cell a button: the card's `press` is called with this word
-    and the cell's `about`."""
+    """A cell of a table that is more than text. `press` makes it a button: the card's `press` is called with this word and
+    the cell's `about`."""
 
     text: str
     title: str = ""  # the tooltip
     tone: str = ""  # "good", "fair", "bad" or "soft"
     key: Key | None = None  # a swatch before the text
-    parts: tuple[Part, ...] = ()
-    whisker: tuple[float, float] | None = None
     press: str = ""
     about: str = ""
     pressed: bool | None = None  # of a button that is on or off
