@@ -288,13 +288,14 @@ class Group:
         self.button = styled(widgets.Button(description=""), "fsdp-fix")
         self.button.on_click(lambda _: accept(self._fix))
         self._line = styled(widgets.Box([self._words, self.button]), "fsdp-refusal-line")
-        self.summary = styled(widgets.HTML(), "fsdp-state-line", "fsdp-soft")
         self.fold: widgets.Button | None = None
+        self.summary: widgets.HTML | None = None
         parts = [head, self.row, self._line]
         if title == FOLDED:
             self.fold = fold = styled(widgets.Button(tooltip=f"Show or hide: {title}"), "fsdp-fold")
             fold.on_click(lambda _: unfold(self.row, fold, self.row.layout.display == HIDDEN))
             unfold(self.row, fold, False)
+            self.summary = styled(widgets.HTML(), "fsdp-state-line", "fsdp-soft")
             parts.insert(1, styled(widgets.Box([fold, self.summary]), "fsdp-fold-line"))
         self.box = styled(widgets.VBox(parts), "fsdp-group", *["fsdp-folds"] * (title == FOLDED))
 
@@ -311,7 +312,7 @@ class Group:
         put(self.button, "description", label)
         put(self.button.layout, "display", "" if label else HIDDEN)
         put(self._line.layout, "display", "" if refused else HIDDEN)
-        if self.fold is not None:
+        if self.fold is not None and self.summary is not None:
             if refused:
                 unfold(self.row, self.fold, True)
             now, usual = choices.wanted.flat(), Spec().flat()

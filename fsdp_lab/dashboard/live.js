@@ -559,7 +559,7 @@ class View {
       if (this.gone) return;
       this.drawAgainMs = DRAW_AGAIN_MS;
       this.root.dataset.painted = String(news.seq);
-      this.tell("ack", { seq: news.seq, painted_unix_s: Date.now() / 1000, text: this.text });
+      this.tell("ack", { seq: news.seq, text: this.text });
       if (whole) this.pump();
       else this.mount();
     }));
