@@ -52,7 +52,7 @@ class Dashboard:
         self._controls.add_button("Compare…", "columns", side_by_side, self._sweep_form.toggle)
         self._controls.add_button("Write…", "pencil", "Have the model continue a text", self._writing.toggle)
         self._feed = Feed(lab, self._live, self._board, ComparisonCard(self._press), self._wanted)
-        self._slow = SlowMotionBox(lab, wanted=self._controls.slow_motion_spec, accept=self._controls.accept)
+        self._slow = SlowMotionBox(lab, wanted=self._controls.slow_motion_spec)
         self.diagnosis = DiagnosisBox(choose=self._controls.accept)
         shown = [self._controls.widget, self._safety.widget, self.diagnosis.widget, self._live, self._slow.widget]
         self._box = styled(widgets.VBox(shown), "fsdp-lab")
