@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from itertools import pairwise
 from typing import Any
 
 import ipywidgets as widgets
@@ -32,7 +31,6 @@ from fsdp_lab.dashboard.forms import (
 )
 from fsdp_lab.dashboard.lab_like import LabLike, active_run
 from fsdp_lab.runs import EvalConfig, Incident, RecoveryPolicy, Run, RunState, WatchedRun
-from fsdp_lab.runs.recovery import CHECKPOINT
 from fsdp_lab.runs.run import Drill
 from fsdp_lab.runs.saving import LAST, CheckpointConfig, SavedCheckpoint
 from fsdp_lab.spec.checkpoint_format import Checkpoint
@@ -41,8 +39,7 @@ from fsdp_lab.spec.faults import DRILLS
 FOLDER = "checkpoints"
 EVERY_STEPS = 100
 OFF, ASKED, EVERY = "off", "on demand and at the end", "every n steps"
-SHOWN = 3  # saves in the table
-HEADS = ("step", "size", "training paused", "write time", "")
+SHOWN = 3  # saves, and incidents
 NOTHING = "No checkpoint yet. These settings take effect at Start, which creates the folder."
 LATER = "Takes effect at the next start"
 EVAL_EVERY_STEPS = 50
@@ -50,12 +47,12 @@ NEVER = 0
 NO_EVALUATION = "Results are drawn in the loss card. With checkpoints on, the best one is kept."
 ON_FAILURE = (("off: the run fails", "off"), ("ask: wait for a decision", "ask"), ("automatic", "auto"))
 RESUME_ON = (("same number of ranks", "same"), ("remaining ranks", "fewer"))
-MOST_INCIDENTS = 5
-NO_INCIDENT = (
-    "No rank has failed in this run. If one does, this shows when it was noticed, when the other ranks were released, "
-    "when training resumed, and from what."
-)
-UNFINISHED = {"broken": "waits for Recover or Stop", "recovering": "is being recovered", "stopping": "is given up"}
+NO_INCIDENT = "No rank has failed in this run. If one does, this says why, from what training resumed, and how soon."
+UNFINISHED = {
+    "broken": "The run waits for Recover or Stop.",
+    "recovering": "The run is being recovered.",
+    "stopping": "The run is given up.",
+}
 SAID = "Why is said above. Recover it, or press Start."
 LASTING = "slow"  # the only drill whose effect lasts until it is ended
 
@@ -191,32 +188,20 @@ class SavingForm(AskingForm):
         put(self._last, "disabled", self._when.value == OFF)
         put(self._save, "disabled", busy or self._lab.current is None)
         put(self._resume, "disabled", active is not None)
-        put(self._list, "value", saves_table(run.saves if run is not None else ()))
+        put(self._list, "value", saves_list(run.saves if run is not None else ()))
 
 
-def saves_table(saves: Sequence[SavedCheckpoint]) -> str:
-    """The newest saves as a table, newest first."""
+def saves_list(saves: Sequence[SavedCheckpoint]) -> str:
+    """The newest saves, newest first."""
     if not saves:
         return status(NOTHING)
-    heads = "".join(f"<th>{head}</th>" for head in HEADS)
-    rows = "".join(_row(saved) for saved in list(saves)[: -SHOWN - 1 : -1])
-    more = len(saves) - SHOWN
-    under = f'<div class="fsdp-soft">and {more:,} before</div>' if more > 0 else ""
-    return f'<table class="fsdp-saves"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>{under}'
-
-
-def _row(saved: SavedCheckpoint) -> str:
-    paused = duration(saved.stall_s)
-    if saved.pending:
-        cells = (f"{saved.step:,}", "", paused, "…", "is being written")
-    elif saved.path is None:
-        words = f'<span class="fsdp-refused">{escape(saved.words[0].upper() + saved.words[1:])}</span>'
-        return f'<tr><td>{saved.step:,}</td><td colspan="4">{words}</td></tr>'
-    else:
-        kind = "" if saved.kind == "step" else saved.kind
-        cells = (f"{saved.step:,}", size(saved.nbytes), paused, duration(saved.seconds or 0.0), kind)
-    tip = escape(str(saved.path or ""))
-    return f'<tr title="{tip}">{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+    lines = []
+    for saved in saves[: -SHOWN - 1 : -1]:
+        cost = (
+            f": {size(saved.nbytes)}, training paused for {duration(saved.stall_s)}" if saved.path is not None else ""
+        )
+        lines.append(escape(f"{saved.words[0].upper()}{saved.words[1:]}{cost}."))
+    return _lines(lines, len(saves))
 
 
 class EvaluationForm(InputForm):
@@ -296,7 +281,7 @@ class RecoveryForm(InputForm):
         for button, visible in ((self._same, waits), (self._fewer, waits and len(self._lab.lost) > 0)):
             put(button.layout, "visibility", "visible" if visible else "hidden")  # the layout stays as it is
         shown = (run.incidents, run.state) if run is not None else ((), RunState.STARTING)
-        put(self._incidents, "value", incidents_picture(*shown))
+        put(self._incidents, "value", incidents_list(*shown))
 
 
 def can_recover(run: Run) -> bool:
@@ -357,50 +342,18 @@ class DrillForm(InputForm):
         self.say("")
 
 
-def incidents_picture(incidents: Sequence[Incident], state: RunState) -> str:
-    """The newest incident as a small timeline, and up to four earlier ones, folded. A bar of stretches on one scale
-    shows what took longest; the seconds are written below it."""
+def incidents_list(incidents: Sequence[Incident], state: RunState) -> str:
+    """The newest incidents, newest first."""
     if not incidents:
         return f'<div class="fsdp-soft">{NO_INCIDENT}</div>'
-    newest, *others = list(incidents)[: -MOST_INCIDENTS - 1 : -1]
-    unfinished = "the run ended before it resumed" if state.over else "the first step is under way"
-    drawn = _drawn(newest, UNFINISHED.get(state.value, unfinished))
-    if not others:
-        return drawn
-    earlier = "".join(_drawn(incident, "did not resume") for incident in others)
-    more = f" of {len(incidents) - 1}" if len(incidents) > MOST_INCIDENTS else ""
-    return f'{drawn}<details class="fsdp-details"><summary>{len(others)}{more} before</summary>{earlier}</details>'
+    lines = [f"<b>step {incident.step:,}</b> · {prose(incident.words)}" for incident in incidents[: -SHOWN - 1 : -1]]
+    if incidents[-1].resumed_step is None:
+        unfinished = "The run ended before it resumed." if state.over else "The first step is under way."
+        lines[0] += f" {UNFINISHED.get(state.value, unfinished)}"
+    return _lines(lines, len(incidents))
 
 
-def moments(incident: Incident) -> list[tuple[str, float]]:
-    """Returns what happened, in order, with the seconds since the failure, or its detection if its time is not known."""
-    names = ("failed", "detected", "freed", "training again")
-    times = (incident.failed_unix_s, incident.detected_unix_s, incident.freed_unix_s, incident.resumed_unix_s)
-    known = [(name, unix_s) for name, unix_s in zip(names, times, strict=True) if unix_s is not None]
-    return [(name, max(0.0, unix_s - known[0][1])) for name, unix_s in known]
-
-
-def _drawn(incident: Incident, unfinished: str) -> str:
-    times = moments(incident)
-    head = f"<b>step {incident.step:,}</b> · {escape(incident.sentence)}"
-    bar = "".join(
-        f'<i class="fsdp-stretch" data-to="{name}" style="flex-grow:{max(at_s - before_s, 1e-6):.6f}"></i>'
-        for (_, before_s), (name, at_s) in pairwise(times)
-    )
-    seconds = [(name, duration(at_s) if at_s else "0 s") for name, at_s in times]
-    words = " → ".join(f'<span class="fsdp-moment" data-of="{n}">{n} <b>{at}</b></span>' for n, at in seconds)
-    if incident.resumed_unix_s is None:
-        bar += '<i class="fsdp-stretch" data-to="open"></i>'
-        words += f" → <span>{unfinished}</span>"
-    facts: list[str] = []
-    if incident.resumed_step is not None:
-        lost, before, after = incident.lost_steps, incident.ranks, incident.resumed_ranks
-        at = f" of step {incident.resumed_step:,}" if incident.source == CHECKPOINT else ""
-        again = f"{lost:,} step{'s' * (lost != 1)} trained again" if lost else "no step trained again"
-        ranks = f"{before} ranks" if before == after else f"{before} → {after} ranks"
-        facts = [f"Resumed from {incident.source}{at} · {again} · {ranks}", *incident.notes]
-    told = "".join(f"<div>{escape(fact)}.</div>" for fact in facts)
-    return (
-        f'<div class="fsdp-incident"><div>{head}</div><div class="fsdp-stretches" aria-hidden="true">{bar}</div>'
-        f'<div class="fsdp-moments">{words}</div><div class="fsdp-soft">{told}</div></div>'
-    )
+def _lines(newest: Sequence[str], count: int) -> str:
+    """Lines of HTML, and how many there are beside them."""
+    more = [f'<span class="fsdp-soft">and {count - SHOWN:,} before</span>'] if count > SHOWN else []
+    return "".join(f"<div>{line}</div>" for line in [*newest, *more])

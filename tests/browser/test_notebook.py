@@ -60,7 +60,7 @@ def test_notebook_01(server: JupyterServer, open_notebook: Callable[[str], Noteb
     opened.wait_state("broken")
     at = opened.step()
     opened.press("Recover")
-    opened.wait_words("incidents", r"Resumed from a \w+.* · 2 ranks")
+    opened.wait_words("incidents", r"It resumed from a \w+")
     opened.wait_step(at + 5)
     last = opened.stop()
 

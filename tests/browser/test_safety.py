@@ -51,7 +51,7 @@ def test_a_lost_rank_is_recovered_and_nothing_jumps(show):
     desk.wait_state("broken")
     tops.append(desk.top_of_plots())
     desk.press("Recover")
-    desk.wait_words("incidents", "Resumed from a checkpoint")
+    desk.wait_words("incidents", "resumed from a checkpoint")
     desk.wait_state("running")
     tops.append(desk.top_of_plots())
     assert max(tops) - min(tops) <= 1, tops

@@ -13,9 +13,9 @@ import pytest
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.cluster import RankLost
 from fsdp_lab.dashboard.controls import Controls
-from fsdp_lab.dashboard.safety import EVERY, OFF, SafetyBox, incidents_picture, moments, saves_table
+from fsdp_lab.dashboard.safety import EVERY, OFF, SafetyBox, incidents_list, saves_list
 from fsdp_lab.runs import RunState
-from fsdp_lab.runs.recovery import CHECKPOINT, REPLICA, Incident
+from fsdp_lab.runs.recovery import REPLICA, Incident
 from fsdp_lab.runs.saving import SavedCheckpoint
 from fsdp_lab.spec.faults import DRILLS
 from tests.dashboard.fake_lab import FakeLab, until
@@ -158,11 +158,11 @@ def test_the_list_of_saves() -> None:
 
     whole = [saved(s, path=Path(f"/c/{s}"), nbytes=5 << 20, seconds=0.2) for s in (10, 20, 30)]
     torn = saved(40, seconds=0.1, error="No space <left>")
-    shown = saves_table([*whole, torn, saved(50)])
-    steps = re.findall(r"<tr[^>]*><td>(\d+)</td>", shown)
-    assert steps == ["50", "40", "30"] and "and 2 before" in shown
-    assert "is being written" in shown and "Step 40 could not be saved (No space &lt;left&gt;)" in shown
-    assert "No checkpoint yet" in saves_table([])
+    shown = saves_list([*whole, torn, saved(50)])
+    assert "and 2 before" in shown and "Step 30 is saved in /c/30: 5.00 MiB, training paused for 10.0 ms." in shown
+    assert "Step 50 is being saved" in shown and "Step 40 could not be saved (No space &lt;left&gt;)" in shown
+    assert shown.index("Step 50") < shown.index("Step 40") < shown.index("Step 30")
+    assert "No checkpoint yet" in saves_list([])
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------
@@ -207,15 +207,15 @@ def test_a_run_that_waits_says_why_and_recover_goes_on_which_is_shown_while_it_l
     desk.until(lambda: desk.head().endswith("1 incident"))
     assert desk.lab.current.state is RunState.RUNNING and desk.buttons == []
     shown = plain(desk.recovery._incidents.value)
-    assert "failed 0 s → detected 30.0 ms → freed 80.0 ms → training again 2.50 s" in shown
-    assert "Resumed from a checkpoint of step" in shown and "3 steps trained again · 2 ranks" in shown
+    assert "It resumed from a checkpoint at step" in shown and "repeating 3 steps, 2.5 s later" in shown
 
 
 def test_going_on_with_fewer(desk: Desk) -> None:
     desk.lose()
     desk.recovery._fewer.click()
-    desk.until(lambda: desk.lab.current.state is RunState.RUNNING and "2 → 1 ranks" in desk.recovery._incidents.value)
-    assert "2 ranks became 1" in desk.recovery._incidents.value
+    desk.until(
+        lambda: desk.lab.current.state is RunState.RUNNING and "2 ranks became 1" in desk.recovery._incidents.value
+    )
     desk.until(lambda: desk.controls.choices.wanted.world_size == 1)
     assert desk.drill._rank.max == 0
 
@@ -229,7 +229,7 @@ def test_a_strategy_that_cannot_be_on_fewer_is_refused_in_words_and_stop_ends_th
     desk.lab.lost.clear()
     desk.until(lambda: desk.buttons == ["Recover"])  # fewer is offered only where a rank is lost
     desk.controls._stop.click()
-    desk.until(lambda: "the run ended before it resumed" in desk.recovery._incidents.value)
+    desk.until(lambda: "The run ended before it resumed" in desk.recovery._incidents.value)
     assert desk.lab.current.state is RunState.STOPPED and desk.buttons == []
 
 
@@ -252,18 +252,14 @@ def incident(step: int, **told: object) -> Incident:
     return Incident(error=lost, step=step, ranks=2, detected_unix_s=100.0, **told)  # type: ignore[arg-type]
 
 
-def test_incidents_have_their_moments_and_what_was_gone_on_from_and_the_newest_is_open() -> None:
-    known = incident(5, failed_unix_s=99.0, freed_unix_s=100.5, resumed_unix_s=103.0)
-    assert moments(known) == [("failed", 0.0), ("detected", 1.0), ("freed", 1.5), ("training again", 4.0)]
-    assert moments(incident(5, freed_unix_s=100.5)) == [("detected", 0.0), ("freed", 0.5)]
-    shown = incidents_picture([incident(n) for n in range(8)], RunState.BROKEN)
-    assert re.findall(r"<b>step (\d+)</b>", shown) == ["7", "6", "5", "4", "3"]
-    assert "4 of 7 before" in shown and "was &lt;ended&gt;" in shown
-    assert incidents_picture([], RunState.STARTING).startswith('<div class="fsdp-soft">No rank has failed')
-    shown = incidents_picture([incident(9, source=REPLICA, resumed_step=9, resumed_ranks=2)], RunState.RUNNING)
-    assert "Resumed from a replica · no step trained again · 2 ranks." in shown
-    shown = incidents_picture([incident(9, source=CHECKPOINT, resumed_step=8, resumed_ranks=1)], RunState.RUNNING)
-    assert "Resumed from a checkpoint of step 8 · 1 step trained again · 2 → 1 ranks." in shown
+def test_incidents_are_told_newest_first() -> None:
+    known = incident(9, failed_unix_s=99.0, resumed_unix_s=103.0, source=REPLICA, resumed_step=8, resumed_ranks=2)
+    shown = incidents_list([*(incident(n) for n in range(4)), known], RunState.RUNNING)
+    assert re.findall(r"<b>step (\d+)</b>", shown) == ["9", "3", "2"] and "and 2 before" in shown
+    assert "It resumed from a replica at step 8, repeating 1 steps, 4.0 s later." in shown
+    shown = incidents_list([incident(7)], RunState.BROKEN)
+    assert "was &lt;ended&gt; at" in shown and shown.endswith(". The run waits for Recover or Stop.</div>")
+    assert incidents_list([], RunState.STARTING).startswith('<div class="fsdp-soft">No rank has failed')
 
 
 # -- drills ------------------------------------------------------------------------------------------------------------
