@@ -42,7 +42,6 @@ LETTERS = tuple(fill.label for fill in theme.PINS.values())
 LIVE = "live"
 EVERY_S = 1.0
 SHARE = 0.03  # of the time, that comparing may take
-LONGEST = 24  # characters of a label
 
 Version = tuple[object, ...]  # equal for equal data
 
@@ -95,7 +94,7 @@ class Entry:
 
     @property
     def swept(self) -> bool:
-        """Tells whether it is of a sweep: no pin's label is a number."""
+        """Tells whether it is of a sweep, whose labels are numbers."""
         return self.label.isdigit()
 
 
@@ -111,7 +110,7 @@ class Board:
     def __init__(self, lab: LabLike) -> None:
         self._lab = lab
         self._lock = threading.RLock()
-        self._pins: dict[int, tuple[str, Pinned]] = {}  # label and run by place in the palette
+        self._pins: dict[int, Pinned] = {}  # by place in the palette
         self._baseline: str | None = None  # as chosen; None: the first row that began
         self._sweep: Sweep | None = None
         self._dismissed: set[str] = set()  # labels of rows of the sweep that were removed
@@ -120,9 +119,9 @@ class Board:
         self._due_s = 0.0
         self.shown = BoardView(comparison=Comparison.of([]))
 
-    def pin(self, run: RunView | None = None, label: str | None = None) -> str:
-        """Pins a run as it is now, by default the one that is shown; returns its label. Raises ArgumentError if there is
-        nothing to pin, no place, or the label is taken."""
+    def pin(self, run: RunView | None = None) -> str:
+        """Pins a run as it is now, by default the one that is shown; returns its letter. Raises ArgumentError if there is
+        nothing to pin, or no place."""
         with self._lock:
             run = run if run is not None else shown_run(self._lab)
             if run is None or not len(run.events):
@@ -131,24 +130,16 @@ class Board:
             if place is None:
                 hint = f"unpin one of {', '.join(self.pins)} first"
                 raise ArgumentError("pin", f"{MOST_PINS} runs are pinned already", hint)
-            if label is None:  # the letter of the place, unless another pin was given it as its name
-                name = next(letter for letter in (LETTERS[place], *LETTERS) if letter not in self.pins)
-            else:
-                name = label.strip() if isinstance(label, str) else ""
-                if not name or len(name) > LONGEST or name in {*self.pins, LIVE} or name.isdigit():
-                    hint = f"give a name of 1 to {LONGEST} characters that is not a number and no other row's"
-                    raise ArgumentError("label", f"{label!r} is refused", hint)
-            self._pins[place] = (name, Pinned.of(run))
+            self._pins[place] = Pinned.of(run)
             self._due_s = 0.0
-            return name
+            return LETTERS[place]
 
     def unpin(self, label: str) -> None:
         """Removes a row: a pin, or one of a sweep that is over. Raises ArgumentError if there is no such row."""
         with self._lock:
             self.refresh()
-            place = next((i for i, (name, _) in self._pins.items() if name == label), None)
-            if place is not None:
-                del self._pins[place]
+            if label in self.pins:
+                del self._pins[LETTERS.index(label)]
             elif any(e.label == label and e.swept for e in self.shown.entries) and self._sweep and self._sweep.done:
                 self._dismissed.add(label)
             else:
@@ -165,7 +156,7 @@ class Board:
     def pins(self) -> dict[str, Pinned]:
         """The pinned runs by label, in the order of their places."""
         with self._lock:
-            return dict(pin for _, pin in sorted(self._pins.items()))
+            return {LETTERS[place]: run for place, run in sorted(self._pins.items())}
 
     def tick(self) -> BoardView:
         """Updates `shown` if that is due."""
@@ -209,8 +200,8 @@ class Board:
             self._sweep = sweep
             self._dismissed.clear()
         entries = [
-            Entry(label=label, source=run, version=(id(run),), place=place)
-            for place, (label, run) in sorted(self._pins.items())
+            Entry(label=LETTERS[place], source=run, version=(id(run),), place=place)
+            for place, run in sorted(self._pins.items())
         ]
         runs = [] if sweep is None else list(sweep.runs)
         places = iter([i for i in range(MOST_PINS) if i not in self._pins])

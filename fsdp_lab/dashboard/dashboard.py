@@ -75,8 +75,8 @@ class Dashboard:
         """To be put into a layout of your own."""
         return self._box
 
-    def pin(self, run: RunView | None = None, label: str | None = None) -> str:
-        """Keeps a run as it is now, to compare others with; returns its label, A to H or your own.
+    def pin(self, run: RunView | None = None) -> str:
+        """Keeps a run as it is now, to compare others with; returns its label, A to H.
 
         Its curves, of the whole run, stay under the live ones; its figures are of the steps since the last change of
         strategy, so that pinning before and after a switch compares the two. Pins last until they are unpinned.
@@ -84,9 +84,9 @@ class Dashboard:
         Args:
             run: a live or a stored one; None: the one that is shown.
 
-        Raises ArgumentError: there is nothing to pin, eight are pinned already, or the label is taken.
+        Raises ArgumentError: there is nothing to pin, or eight are pinned already.
         """
-        return self._board.pin(run, label)
+        return self._board.pin(run)
 
     def unpin(self, label: str) -> None:
         """Removes a pin, or a row of a sweep that is over. Raises ArgumentError: there is none of this label."""

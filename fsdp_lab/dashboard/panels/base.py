@@ -52,8 +52,7 @@ class Columns:
         self.limit = limit
         self.generation = 0
         self.next = 0
-        self._ring = np.empty((len(self.numbers), 2 * limit))
-        self._end = 0  # of the kept rows, in the ring
+        self._kept: Numbers = np.empty((len(self.numbers), 0))
         self._texts: dict[str, deque[str]] = {name: deque(maxlen=limit) for name in self.texts}
 
     @property
@@ -67,13 +66,7 @@ class Columns:
         """Adds rows, each in the order of `numbers`."""
         if not rows:
             return
-        new = np.asarray(rows, dtype=np.float64).T[:, -self.limit :]
-        if self._end + new.shape[1] > self._ring.shape[1]:
-            kept = self._ring[:, max(0, self._end - self.limit) : self._end].copy()
-            self._end = kept.shape[1]
-            self._ring[:, : self._end] = kept
-        self._ring[:, self._end : self._end + new.shape[1]] = new
-        self._end += new.shape[1]
+        self._kept = np.concatenate([self._kept, np.asarray(rows, dtype=np.float64).T], axis=1)[:, -self.limit :]
         self.next += len(rows)
         for name in self.texts:
             self._texts[name].extend((texts or {})[name])
@@ -81,7 +74,7 @@ class Columns:
     def clear(self) -> None:
         """Removes all rows; readers start again."""
         self.generation += 1
-        self.next = self._end = 0
+        self.next, self._kept = 0, self._kept[:, :0]
         for text in self._texts.values():
             text.clear()
 
@@ -90,8 +83,9 @@ class Columns:
         self.append(rows, texts)
 
     def column(self, name: str) -> Numbers:
-        """The kept rows of one column, oldest first: a view, valid until the next append."""
-        return self._ring[self.numbers.index(name), self._end - len(self) : self._end]
+        """The kept rows of one column, oldest first."""
+        column: Numbers = self._kept[self.numbers.index(name)]
+        return column
 
     def since(self, generation: int, row: int) -> Block:
         """Rows from `row` on; all kept rows if that generation is over, or `row` is no longer kept."""
@@ -100,7 +94,7 @@ class Columns:
         return Block(
             generation=self.generation,
             first=first,
-            numbers=self._ring[:, self._end - count : self._end].copy(),
+            numbers=self._kept[:, len(self) - count :],
             texts={name: list(text)[len(text) - count :] for name, text in self._texts.items()},
         )
 
