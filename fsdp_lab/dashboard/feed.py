@@ -77,8 +77,7 @@ class Predictor:
         samples = spec.global_batch
         return Prediction(
             spec_id=spec.id,
-            at_peak=memory.at_peak,
-            host_bytes=memory.host_bytes,
+            peak_bytes=memory.at_peak.total_bytes,
             step_time_s=step_time_s,
             tokens=samples * spec.workload.seq_len if is_language(spec.workload) else samples,
         )

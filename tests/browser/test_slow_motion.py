@@ -64,8 +64,8 @@ def test_next_play_and_stop(show):
     desk.press("Next")
     desk.wait_reading("slow", "forward · compute root")
     desk.wait_rows("slow.light", 2 * 4)
-    labels = desk.page.evaluate(f"() => [...{model('slow.held')}.data.label]")
-    assert labels == ["577,024, 2.55 MiB"] * 2
+    names = desk.page.evaluate(f"() => [...{model('slow.ranks')}.major_label_overrides.values()]")
+    assert names == ["0: 577,024, 2.55 MiB", "1: 577,024, 2.55 MiB"]
 
     desk.page.locator(".fsdp-slow-speed select").select_option("0.5 phase a second")  # a busy page must reach Pause
     desk.press("Play")

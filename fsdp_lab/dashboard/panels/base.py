@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 from bokeh.models.ui import UIElement
 
-from fsdp_lab.base.events import RoleBytes
 from fsdp_lab.runs.steps import Step
 
 Numbers = npt.NDArray[np.float64]
@@ -114,7 +113,7 @@ class Key:
     label: str
     token: str = ""
     color: str = ""
-    hatch: str = " "  # a Bokeh pattern; "line", "dashes", "ring" or "triangle" for what is drawn as one
+    hatch: str = " "  # a Bokeh pattern; "line", "dashes" or "ring" for what is drawn as one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,14 +158,9 @@ class Prediction:
     """A prediction for one rank under a Spec. The step time is None where this machine is not calibrated."""
 
     spec_id: str
-    at_peak: RoleBytes
-    host_bytes: int
+    peak_bytes: int
     step_time_s: float | None = None
     tokens: int = 0  # of all ranks in a step, counted as events count them
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.at_peak.total_bytes
 
 
 def with_prediction(reading: str, predicted: str, measured: str | None) -> str:
