@@ -12,7 +12,7 @@ from typing import Any
 import ipywidgets as widgets
 
 from fsdp_lab.base.errors import FieldError
-from fsdp_lab.base.formatting import duration, size
+from fsdp_lab.base.formatting import duration, plural, size
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.dashboard.forms import (
     HIDDEN,
@@ -70,49 +70,59 @@ class SafetyBox(InputForm):
             lab, lambda folder: begin(lambda changes: lab.resume(folder, **self.options(), **changes))
         )
         self._evaluation = EvaluationForm()
-        self._recovery = RecoveryForm(lab, self._complain)
+        self._how = self.dropdown("when ranks fail", ON_FAILURE, "ask", LATER)
+        self._ranks = self.dropdown("resume on", RESUME_ON, "same", LATER)
         self._drill = DrillForm(lab)
-        self._forms = (self._saving, self._evaluation, self._recovery, self._drill)
+        self._forms = (self._saving, self._evaluation, self._drill)
         head = styled(widgets.HTML("<h4>Safety</h4>"), "fsdp-slow-head")
         folded = "Checkpoints, evaluation, recovery, incidents, drills"
         self._fold = self.button("Show", "angle-down", folded, self.toggle)
         self._fold.add_class("fsdp-fold")
         self.message = styled(widgets.HTML(), "fsdp-state-line")
-        bar = styled(widgets.Box([head, self._fold, self.message, *self._recovery.buttons]), "fsdp-bar")
-        beside = widgets.VBox([self._evaluation.widget, self._recovery.widget, self._drill.widget])
+        same = "Replace the lost ranks and resume"
+        fewer = "Resume on the ranks that remain, with the same global batch where it divides"
+        self._same = self.button("Recover", "medkit", same, lambda: lab.recover("same"))
+        self._fewer = self.button("Resume on fewer ranks", "minus-circle", fewer, lambda: lab.recover("fewer"))
+        self._same.button_style = "primary"
+        bar = styled(widgets.Box([head, self._fold, self.message, self._same, self._fewer]), "fsdp-bar")
+        recovery = section("Recovery", [row([field(self._how), field(self._ranks)])])
+        beside = widgets.VBox([self._evaluation.widget, recovery, self._drill.widget])
         forms = styled(widgets.Box([self._saving.widget, beside]), "fsdp-safety-forms")
-        hidden = widgets.Layout(display=HIDDEN)
-        self._body = styled(widgets.VBox([forms, self._recovery.incidents], layout=hidden), "fsdp-safety-body")
+        self._incidents = text_line("fsdp-incidents")
+        parts = [forms, section("Incidents", [self._incidents])]
+        self._body = styled(widgets.VBox(parts, layout=widgets.Layout(display=HIDDEN)), "fsdp-safety-body")
         self.widget = styled(widgets.VBox([bar, self._body]), "fsdp-safety")
         self.inputs += [widget for form in self._forms for widget in form.inputs]
         self.tick(None)
 
     def options(self) -> dict[str, Any]:
         """Returns how the next run is saved, evaluated and recovered. Raises FieldError, which the card shows as well."""
-        save, recover = self._saving.config(), self._recovery.policy()
-        return {"save": save, "recover": recover, "evaluate": self._evaluation.config()}
+        recover = RecoveryPolicy(how=self._how.value, ranks=self._ranks.value)
+        return {"save": self._saving.config(), "recover": recover, "evaluate": self._evaluation.config()}
 
     def toggle(self) -> None:
         unfold(self._body, self._fold, self._body.layout.display == HIDDEN)
 
-    def _complain(self, text: str) -> None:
-        self._complaint = text
-        run = self._lab.current
-        self._show(None if isinstance(run, WatchedRun) else run)
+    def say(self, text: str, *, wrong: bool = False) -> None:
+        """Shows why a run could not be recovered."""
+        self._complaint, run = text, self._lab.current
+        self.tick(None if isinstance(run, WatchedRun) else run)
 
     def tick(self, run: Run | None) -> None:
-        """Follows `run`, the one that is shown."""
+        """Follows `run`, the one that is shown; shows the buttons where they are of use."""
         for form in self._forms:
             form.tick(run)
-        self._show(run)
-
-    def _show(self, run: Run | None) -> None:
+        incidents = run.incidents if run is not None else ()
+        put(self._incidents, "value", incidents_list(incidents, run.state if run is not None else RunState.STARTING))
+        waits = run is not None and run is self._lab.current and can_recover(run)
+        for button, visible in ((self._same, waits), (self._fewer, waits and len(self._lab.lost) > 0)):
+            put(button.layout, "visibility", "visible" if visible else "hidden")  # the layout stays as it is
         if run is None or not (run.state is RunState.RECOVERING or can_recover(run)):
             self._complaint = ""
-            count = len(run.incidents) if run is not None else 0
-            incidents = f"{count} incident{'s' * (count != 1)}" if count else "no incident"
-            parts = (self._saving.summary, self._evaluation.summary, self._recovery.summary, incidents)
-            self.say(" · ".join(filter(None, parts)))
+            count = plural(len(incidents), "incident") if incidents else "no incident"
+            recovery = f"recovery: {'automatic' if self._how.value == 'auto' else self._how.value}"
+            parts = (self._saving.summary, self._evaluation.summary, recovery, count)
+            put(self.message, "value", status(" · ".join(filter(None, parts))))
             return
         state = run.state.value
         badge = f'<span class="fsdp-state fsdp-state-{state}">{state}</span> '
@@ -121,8 +131,8 @@ class SafetyBox(InputForm):
 
     def retire(self) -> None:
         """Disables all but the fold: what is in the card can still be read."""
-        for form in self._forms:
-            form.retire()
+        super().retire()
+        self._fold.disabled = False
 
 
 class SavingForm(AskingForm):
@@ -238,50 +248,6 @@ class EvaluationForm(InputForm):
             put(entry, "disabled", self._when.value == OFF)
         results = run.early_stopping.words(run.spec.workload) if run is not None else ""
         self.say(f"{results[0].upper()}{results[1:]}." if results else NO_EVALUATION)
-
-
-class RecoveryForm(InputForm):
-    """Chooses what a run does when its ranks fail; shows incidents, and apart from them `buttons` to recover a run, whose
-    errors `complain` shows."""
-
-    def __init__(self, lab: LabLike, complain: Callable[[str], None]) -> None:
-        super().__init__()
-        self._lab, self._complain = lab, complain
-        self._how = self.dropdown("when ranks fail", ON_FAILURE, "ask", LATER)
-        self._ranks = self.dropdown("resume on", RESUME_ON, "same", LATER)
-        same = "Replace the lost ranks and resume"
-        fewer = "Resume on the ranks that remain, with the same global batch where it divides"
-        self._same = self.button("Recover", "medkit", same, lambda: self.recover("same"))
-        self._fewer = self.button("Resume on fewer ranks", "minus-circle", fewer, lambda: self.recover("fewer"))
-        self._same.button_style = "primary"
-        self.buttons = (self._same, self._fewer)
-        self._incidents = text_line("fsdp-incidents")
-        self.widget = section("Recovery", [row([field(self._how), field(self._ranks)])])
-        self.incidents = section("Incidents", [self._incidents])
-        self.tick(None)
-
-    @property
-    def summary(self) -> str:
-        return f"recovery: {'automatic' if self._how.value == 'auto' else self._how.value}"
-
-    def policy(self) -> RecoveryPolicy:
-        return RecoveryPolicy(how=self._how.value, ranks=self._ranks.value)
-
-    def recover(self, ranks: str) -> None:
-        """Requests that the run resumes on the same ranks or on fewer. A failed run is replaced by a new one."""
-        self.say("")
-        self._lab.recover(ranks)
-
-    def say(self, text: str, *, wrong: bool = False) -> None:
-        self._complain(text)
-
-    def tick(self, run: Run | None) -> None:
-        """Shows the buttons where they are of use, and the incidents of `run`, the one that is shown."""
-        waits = run is not None and run is self._lab.current and can_recover(run)
-        for button, visible in ((self._same, waits), (self._fewer, waits and len(self._lab.lost) > 0)):
-            put(button.layout, "visibility", "visible" if visible else "hidden")  # the layout stays as it is
-        shown = (run.incidents, run.state) if run is not None else ((), RunState.STARTING)
-        put(self._incidents, "value", incidents_list(*shown))
 
 
 def can_recover(run: Run) -> bool:

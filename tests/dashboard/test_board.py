@@ -216,6 +216,8 @@ def test_presses_choose_the_baseline_and_take_rows_away(dashboard):
 
 def test_a_sweep_keeps_its_pictures_and_shows_whose_turn_it_is(show, monkeypatch):
     """No page is asked to build its plots again; rows and curves of the others stand beside."""
+    monkeypatch.setattr("fsdp_lab.dashboard.board.EVERY_S", 0.0)  # rows are worked out with every tick
+    monkeypatch.setattr("fsdp_lab.dashboard.board.SHARE", math.inf)
     show.lab.run(steps=3)
     show.until(lambda: len(show.steps()) == 3)
     ticked = 0
@@ -225,8 +227,6 @@ def test_a_sweep_keeps_its_pictures_and_shows_whose_turn_it_is(show, monkeypatch
         first = ticked
         until(lambda: ticked >= first + 2)
 
-    monkeypatch.setattr("fsdp_lab.dashboard.board.EVERY_S", 0.0)  # rows are worked out with every tick
-    monkeypatch.setattr("fsdp_lab.dashboard.board.SHARE", math.inf)
     show.lab.before_step = wait_for_two_ticks
     remounts = show.live._scenes
     sweep = show.lab.compare(sharding=["full_shard", "no_shard"], backend=["lab", "ddp"], steps=8, rounds=2)

@@ -28,12 +28,12 @@ class Desk:
         self.lab = FakeLab(2, step_s=0.002)
         self.box = SafetyBox(self.lab, begin=lambda start: self.controls.begin(start))
         self.controls = Controls(self.lab, options=self.box.options)
-        self.saving, self.recovery, self.drill = self.box._saving, self.box._recovery, self.box._drill
+        self.saving, self.drill = self.box._saving, self.box._drill
 
     @property
     def buttons(self) -> list[str]:
         """Of the way out, those that are seen."""
-        return [b.description for b in self.recovery.buttons if b.layout.visibility == "visible"]
+        return [b.description for b in (self.box._same, self.box._fewer) if b.layout.visibility == "visible"]
 
     def head(self) -> str:
         return plain(self.box.message.value)
@@ -84,7 +84,7 @@ def test_it_is_folded_at_first_and_what_is_chosen_holds_from_the_next_start_on(d
     desk.lab.current.stop(5)
     desk.saving._when.value = EVERY
     desk.saving._every.value, desk.saving._last.value = 25, 2
-    desk.recovery._how.value, desk.recovery._ranks.value = "auto", "fewer"
+    desk.box._how.value, desk.box._ranks.value = "auto", "fewer"
     assert not any(tmp_path.iterdir())
     desk.start()
     saving, recovering = desk.lab.current.saving, desk.lab.current.recovering
@@ -197,25 +197,23 @@ def test_a_run_that_waits_says_why_and_recover_goes_on_which_is_shown_while_it_l
     assert desk.buttons == ["Recover", "Resume on fewer ranks"]
     assert "rank 1 is gone: its process 4321 on here was ended by SIGKILL" in desk.head()
     assert desk.controls.message.value == "", "it is said once"
-    assert "waits for Recover or Stop" in desk.recovery._incidents.value
+    assert "waits for Recover or Stop" in desk.box._incidents.value
     state = plain(desk.controls._state.value)
     assert state.startswith("broken See Safety below") and not desk.controls._stop.disabled
     assert desk.controls._pause.disabled and desk.controls._start.disabled and desk.saving._save.disabled
-    desk.recovery._same.click()
+    desk.box._same.click()
     desk.until(lambda: desk.head().startswith("recovering"))
-    assert desk.buttons == [] and "is being recovered" in desk.recovery._incidents.value
+    assert desk.buttons == [] and "is being recovered" in desk.box._incidents.value
     desk.until(lambda: desk.head().endswith("1 incident"))
     assert desk.lab.current.state is RunState.RUNNING and desk.buttons == []
-    shown = plain(desk.recovery._incidents.value)
+    shown = plain(desk.box._incidents.value)
     assert "It resumed from a checkpoint at step" in shown and "repeating 3 steps, 2.5 s later" in shown
 
 
 def test_going_on_with_fewer(desk: Desk) -> None:
     desk.lose()
-    desk.recovery._fewer.click()
-    desk.until(
-        lambda: desk.lab.current.state is RunState.RUNNING and "2 ranks became 1" in desk.recovery._incidents.value
-    )
+    desk.box._fewer.click()
+    desk.until(lambda: desk.lab.current.state is RunState.RUNNING and "2 ranks became 1" in desk.box._incidents.value)
     desk.until(lambda: desk.controls.choices.wanted.world_size == 1)
     assert desk.drill._rank.max == 0
 
@@ -223,24 +221,24 @@ def test_going_on_with_fewer(desk: Desk) -> None:
 def test_a_strategy_that_cannot_be_on_fewer_is_refused_in_words_and_stop_ends_the_run(desk: Desk) -> None:
     desk.controls.accept({"world_size": 4, "sharding": "hybrid_shard", "shard_size": 2})
     desk.lose()
-    desk.recovery._fewer.click()
+    desk.box._fewer.click()
     assert "and 3 ranks have none: use 4 ranks, or full_shard." in desk.head()
     assert desk.lab.current.state is RunState.BROKEN and desk.buttons == ["Recover", "Resume on fewer ranks"]
     desk.lab.lost.clear()
     desk.until(lambda: desk.buttons == ["Recover"])  # fewer is offered only where a rank is lost
     desk.controls._stop.click()
-    desk.until(lambda: "The run ended before it resumed" in desk.recovery._incidents.value)
+    desk.until(lambda: "The run ended before it resumed" in desk.box._incidents.value)
     assert desk.lab.current.state is RunState.STOPPED and desk.buttons == []
 
 
 def test_a_run_that_failed_can_be_recovered_too(desk: Desk) -> None:
-    desk.recovery._how.value = "off"
+    desk.box._how.value = "off"
     desk.start()
     former = desk.lab.current
     desk.lab.lose(1)
     desk.until(lambda: former.state is RunState.FAILED and desk.buttons != [])
     assert desk.head().startswith("failed Why is said above") and "Rank 1 is gone" in desk.controls.message.value
-    desk.recovery._same.click()
+    desk.box._same.click()
     desk.until(lambda: desk.lab.current is not former and desk.buttons == [])
 
 
@@ -307,7 +305,7 @@ def test_a_drill_that_is_refused_is_said_once(desk: Desk) -> None:
 
 def test_a_press_that_comes_too_late_does_nothing_and_with_a_closed_lab_only_the_fold_is_left(desk: Desk) -> None:
     """The run went on, or ended, while the page still showed the buttons."""
-    desk.recovery._same.click()
+    desk.box._same.click()
     assert desk.buttons == []
     desk.box.retire()
     assert [w for w in desk.box.inputs if not getattr(w, "disabled", False)] == [desk.box._fold]
