@@ -253,7 +253,6 @@ def curve_of(steps: Sequence[Step]) -> Numbers:
 
 ICONS = {Verdict.EQUAL: "=", Verdict.WITHIN: "≈", Verdict.UNKNOWN: "?"}
 TONES = {Verdict.EQUAL: "good", Verdict.WITHIN: "fair", Verdict.DIFFERENT: "bad", Verdict.UNKNOWN: "soft"}
-SAME_RUN = "The same run under another strategy: they have no step in common. Start it again, or press Compare…"
 
 
 class ComparisonCard(BaseCard):
@@ -328,11 +327,10 @@ def _badge(row: Row, compared: Comparison) -> Cell:
     parity = row.parity
     if parity is None:
         return Cell(text="baseline" if row.label == compared.baseline else NONE, tone="soft")
-    same_run = parity.verdict is Verdict.UNKNOWN and row.run == compared[compared.baseline or ""].run
     text = compared.badge(row)
     if parity.verdict is not Verdict.DIFFERENT:  # that has its icon
         text = f"{ICONS[parity.verdict]} {text}"
-    return Cell(text=text, tone=TONES[parity.verdict], title=SAME_RUN if same_run else parity.sentence)
+    return Cell(text=text, tone=TONES[parity.verdict], title=parity.sentence)
 
 
 def _state(row: Row, entry: Entry) -> Cell:

@@ -197,11 +197,9 @@ class Feed:
         are given all the steps that still count."""
         stage, switches, attempt = self._stage, list(run.switches), run.events.attempt
         ranks = switches[-1].after.world_size if switches else stage.world_size
-        held: list[int | None] = []
         if (attempt, ranks) != (stage.attempt, stage.world_size):
             same_ranks = ranks == stage.world_size
             if stage.attempt is not None or not same_ranks:
-                held = [pin.step if (pin := panel.captions().pin) and pin.held else None for panel in stage.timelines]
                 stage.begin(ranks)
                 self._display(swap=same_ranks)
             stage.attempt = attempt
@@ -211,9 +209,6 @@ class Feed:
             follow_spec(stage.frame, switches[-1].after)
             stage.frame.mark_all([(s.step, *describe(s)) for s in marked(switches)])
         stage.show(stage.assembler.add(events))
-        for panel, step in zip(stage.timelines, held, strict=False):
-            if step is not None:
-                panel.pin(step)
 
     def _compare(self, shown: BoardView) -> None:
         """Shows the board's comparison and curves, if they have changed."""

@@ -170,16 +170,12 @@ def offered(row: FieldRow, now: Chosen, value: Any) -> list[tuple[str, Any]]:
 _ROWS = {**rows_of(Strategy), **rows_of(Workload), **rows_of(Spec)}
 CONTROLS = _ROWS | {"model": replace(_ROWS["model"], choices=presets(below=OFFERED_PARAMETERS))}
 TITLES = ("Sharding", "Schedule", "Workload", "Training")
-BEFORE = {"accumulate": "sync", "micro_batch": "seq_len"}  # a field is declared after this one, and shown before it
 
 
 def controls_of(title: str, *, planned: bool = False) -> tuple[FieldRow, ...]:
-    """Returns the rows of a group in the order of their controls; `planned`: and then those of the what-if page alone."""
-    names = list(CONTROLS)
+    """Returns the rows of a group; `planned`: and then those of the what-if page alone."""
     rows = [row for row in CONTROLS.values() if row.group == title and (planned or not row.planned)]
-    return tuple(
-        sorted(rows, key=lambda row: (row.planned, names.index(BEFORE.get(row.name, row.name)), row.name not in BEFORE))
-    )
+    return tuple(sorted(rows, key=lambda row: row.planned))
 
 
 ALWAYS_TOLD = ("optimizer", "lr")  # of the group that is folded

@@ -9,9 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from html import escape
-from itertools import zip_longest
 from typing import Any
 
 import ipywidgets as widgets
@@ -34,7 +32,6 @@ COMBINED: Mapping[str, Sequence[Any]] = {
 STEPS = 30
 MOST_TOKENS = 1000
 LOOK_EVERY_S = 1.0
-MOST_SHOWN = 2  # that are shown at once: the next ones when these are cured
 
 
 class WritingForm(AskingForm):
@@ -204,20 +201,15 @@ class DiagnosisBox(InputForm):
         self.elsewhere: Run | WatchedRun | None = None
         self._due_s = 0.0
         self._seen: tuple[object, ...] = ()  # the version of the run that was looked at
-        self._rows = [self._row(place) for place in range(MOST_SHOWN)]
         self.diagnoses: Sequence[Diagnosis] = ()
         self.message = styled(widgets.HTML(), "fsdp-sweep-said")
-        rows = [*(box for box, _, _ in self._rows), self.message]
-        self.widget = styled(widgets.VBox(rows, layout=widgets.Layout(display=HIDDEN)), "fsdp-sweep", "fsdp-diagnosis")
+        self._cure = self.button("Apply", "medkit", "Change the run so", self._apply)
+        row = styled(widgets.Box([self.message, self._cure]), "fsdp-sweep-row")
+        self.widget = styled(widgets.VBox([row], layout=widgets.Layout(display=HIDDEN)), "fsdp-sweep", "fsdp-diagnosis")
 
-    def _row(self, place: int) -> tuple[widgets.Box, widgets.HTML, widgets.Button]:
-        text = styled(widgets.HTML(), "fsdp-sweep-said")
-        cure = self.button("Apply", "medkit", "Change the run so", partial(self._apply, place))
-        return styled(widgets.Box([text, cure]), "fsdp-sweep-row"), text, cure
-
-    def _apply(self, place: int) -> None:
-        if place < len(self.diagnoses):  # else the page is out of date
-            self._choose(self.diagnoses[place].changes)
+    def _apply(self) -> None:
+        if self.diagnoses:  # else the page is out of date
+            self._choose(self.diagnoses[0].changes)
 
     def tick(self, run: Run | WatchedRun | None) -> None:
         """Looks at the run, if it has anything new, at most once a second."""
@@ -230,12 +222,11 @@ class DiagnosisBox(InputForm):
             self._seen, self._due_s = version, now_s + LOOK_EVERY_S
 
     def show(self, diagnoses: Sequence[Diagnosis]) -> None:
-        """The failure itself is in the row below the buttons."""
-        self.diagnoses = diagnoses[:MOST_SHOWN]
-        for (box, text, cure), d in zip_longest(self._rows, self.diagnoses):
-            put(box.layout, "display", HIDDEN if d is None else "")
-            if d is not None:
-                put(text, "value", f'<span role="status"><b>{prose(d.meaning)}</b> {prose(d.cure)}</span>')
-                put(cure, "description", ", ".join(describe_field(n, v) for n, v in d.changes.items()) or "Apply")
-                put(cure.layout, "display", "" if d.changes else HIDDEN)
+        """Shows the first; the next one when that is cured. The failure itself is in the row below the buttons."""
+        self.diagnoses = diagnoses
+        if diagnoses:
+            d = diagnoses[0]
+            put(self.message, "value", f'<span role="status"><b>{prose(d.meaning)}</b> {prose(d.cure)}</span>')
+            put(self._cure, "description", ", ".join(describe_field(n, v) for n, v in d.changes.items()) or "Apply")
+            put(self._cure.layout, "display", "" if d.changes else HIDDEN)
         put(self.widget.layout, "display", "" if diagnoses else HIDDEN)

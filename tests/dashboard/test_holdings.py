@@ -61,15 +61,12 @@ def test_parameters_stand_side_by_side_and_each_can_be_seen(model):
     assert larger.at(larger.numel // 2, larger.numel // 2)[0] == pytest.approx((larger.left + larger.right) / 2)
 
 
-def test_names_are_short_and_written_where_there_is_room():
+def test_names_are_short():
     assert short_names(["root", "transformer.h.0", "transformer.h.11"]) == {
         "root": "root", "transformer.h.0": "h.0", "transformer.h.11": "h.11",
     }  # fmt: skip
     assert short_names(["encoder.block.0", "decoder.block.0"])["encoder.block.0"] == "encoder.block.0"
     assert short_names(["root", "layers"]) == {"root": "root", "layers": "layers"}
-    few, many = (axis_of(Model.gpt2(64, n)) for n in (4, 48))
-    assert list(few.labels().values()) == ["root", "h.0", "h.1", "h.2", "h.3"]
-    assert 6 < len(many.labels()) < 30
 
 
 # -- what is drawn ---------------------------------------------------------------------------------------------------

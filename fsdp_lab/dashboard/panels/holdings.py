@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bokeh.models import FixedTicker, Range1d
+from bokeh.models import FixedTicker, NoOverlap, Range1d
 from bokeh.plotting import figure
 
 from fsdp_lab.base.events import ROOT, ParameterHolding, PhaseSnapshot
@@ -19,8 +19,6 @@ from fsdp_lab.runs import StepMoment
 MOST_RANKS = 16  # more are not drawn, for lack of room
 ROWS_PX, LEAST_ROW_PX, MOST_ROW_PX = 400, 22, 56
 AXIS_PX, SIDE_PX = 48, 190
-NARROW_PX = 560  # the width of the figure in a narrow notebook, which decides how many unit labels fit
-CHARACTER_PX = 6.4
 
 # Shares of the axis: the least width of a parameter, and all of these together.
 LEAST_WIDTH, LEAST_WIDTHS = 0.004, 0.3
@@ -75,18 +73,6 @@ class ParameterAxis:
             x += gap
         return cls(bars=bars, units=units)
 
-    def labels(self) -> dict[float, str]:
-        """Position -> name of the units whose names have room in a narrow notebook."""
-        short = short_names(list(self.units))
-        written: dict[float, str] = {}
-        end = -1.0
-        for unit, (left, right) in self.units.items():
-            middle, half = (left + right) / 2, CHARACTER_PX * len(short[unit]) / NARROW_PX / 2
-            if middle - half > end:
-                written[middle] = short[unit]
-                end = middle + half
-        return written
-
 
 def short_names(units: Sequence[str]) -> dict[str, str]:
     """Unit -> its name without the prefix common to all: transformer.h.0 becomes h.0."""
@@ -138,9 +124,11 @@ class HoldingsPanel(BaseCard):
         fig.min_border_left = SIDE_PX  # as the numbers change, the picture stands still
         fig.yaxis.name = "slow.ranks"
         fig.yaxis.ticker = FixedTicker(ticks=list(range(self.ranks)))
-        labels = self._axis.labels()
+        short = short_names(list(self._axis.units))
+        labels = {(left + right) / 2: short[unit] for unit, (left, right) in self._axis.units.items()}
         fig.xaxis.ticker = FixedTicker(ticks=list(labels))
         fig.xaxis.major_label_overrides = {x: name for x, name in labels.items()}  # noqa: C416 (dict is invariant)
+        fig.xaxis.major_label_policy = NoOverlap(min_distance=4)
         fig.xaxis.axis_label = "units and their parameters, as wide as they have elements"
         look: dict[str, Any] = {"left": "left", "right": "right", "fill_alpha": 0.10, "line_width": 1.5}
         now = fig.quad(top=-0.5, bottom=self.ranks - 0.5, source=draw.twin(self._now), **look)
