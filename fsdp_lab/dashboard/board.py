@@ -115,6 +115,9 @@ class Board:
         self._sweep: Sweep | None = None
         self._dismissed: set[str] = set()  # labels of rows of the sweep that were removed
         self._known: dict[tuple[str, Version], Overlay] = {}  # that are drawn, by label and version
+        self._live: Entry | None = (
+            None  # of the live run as it was at its version, under the Spec that was applied last
+        )
         self._compared: tuple[object, ...] = (None, ())
         self._due_s = 0.0
         self.shown = BoardView(comparison=Comparison.of([]))
@@ -214,7 +217,10 @@ class Board:
             if str(number) not in self._dismissed:
                 entries.append(Entry(label=str(number), source=refusal))
         if entries and plotted is not None and len(plotted.events) and plotted.id not in {run.id for run in runs}:
-            entries.append(Entry(label=LIVE, source=plotted, version=_version(plotted), plotted=True))
+            version = _version(plotted)
+            if self._live is None or self._live.version != version:
+                self._live = Entry(label=LIVE, source=Pinned.of(plotted), version=version, plotted=True)
+            entries.append(self._live)
         return tuple(entries)
 
 

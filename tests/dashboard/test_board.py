@@ -139,9 +139,11 @@ def test_a_run_of_the_past_is_pinned_as_a_live_one_is(show, tmp_path):
 
 
 def test_pins_survive_a_new_run_and_another_world_size(show):
-    show.lab.run(steps=5)
+    run = show.lab.run(steps=5)
     show.until(lambda: len(show.steps()) == 5)
     show.board.pin()
+    run.spec = run.spec.replace(sharding="no_shard")  # no step under it yet
+    assert show.board.refresh()[LIVE].parity.verdict is Verdict.UNKNOWN, "a run has no step in common with itself"
     show.lab.run(world_size=3, steps=4)
     show.until(lambda: show.live._scene.ranks == 3 and len(show.steps()) == 4)
     assert len(show.table("overlay.0")) == 5

@@ -116,9 +116,7 @@ class HoldingsPanel(BaseCard):
 
     def _draw(self) -> figure:
         y_range = Range1d(start=self.ranks - 0.5, end=-0.5)
-        fig = draw.plain_figure(
-            "slow", "rank, and what it holds", x_range=Range1d(start=-0.006, end=1.006), y_range=y_range
-        )
+        fig = draw.plain_figure("slow", "rank: held", x_range=Range1d(start=-0.006, end=1.006), y_range=y_range)
         fig.height = AXIS_PX + self.ranks * max(LEAST_ROW_PX, min(MOST_ROW_PX, ROWS_PX // self.ranks))
         fig.xgrid.visible = fig.ygrid.visible = False
         fig.min_border_left = SIDE_PX  # as the numbers change, the picture stands still
