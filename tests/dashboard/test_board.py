@@ -72,17 +72,12 @@ def test_a_pin_does_not_change_with_its_run_and_keeps_no_spans():
     assert pinned.curve[:, 0].tolist() == list(range(12)) and len(pinned.events) == 24
 
 
-def test_a_long_run_keeps_its_beginning_and_its_end():
+def test_a_long_run_keeps_its_beginning_and_its_end_as_a_curve_that_is_smooth():
+    """Its rates leave out what does not count: the first step, six times as long, and ledger steps."""
     pinned = Pinned.of(run_of(Spec(world_size=1), 2600))
-    steps = pinned.curve[:, 0]
+    steps, rates = pinned.curve[:, 0], pinned.curve[:30, CURVE.index("tokens_per_s")]
     assert len(pinned.events) == 2000 and len(steps) == 2001 and math.isnan(steps[1000])
     assert steps[999] == 999 and steps[1001] == 1600 and steps[-1] == 2599
-
-
-def test_a_curve_is_smooth_where_the_plots_are():
-    """Its rates leave out what does not count: the first step, six times as long, and ledger steps."""
-    run = run_of(Spec(), 30)
-    rates = Pinned.of(run).curve[:, CURVE.index("tokens_per_s")]
     assert math.isnan(rates[0]) and np.ptp(rates[3:]) < 0.3 * rates[3:].mean()
 
 
@@ -150,23 +145,6 @@ def test_pins_survive_a_new_run_and_another_world_size(show):
     show.until(lambda: [e.label for e in show.board.shown.entries] == ["A", LIVE])
 
 
-# -- rows ------------------------------------------------------------------------------------------------------------
-
-
-def test_rows_are_what_comparison_says_of_the_same_runs(show):
-    board = show.board
-    runs = [run_of(Spec().replace(**changes), 30, f"r{i}") for i, changes in enumerate(
-        ({}, {"sharding": "no_shard"}, {"precision": "bf16", "offload": "all"}))]  # fmt: skip
-    for run in runs:
-        board.pin(run)
-    for baseline in ("A", "C"):
-        board.choose_baseline(baseline)
-        made = board.refresh()
-        assert made == Comparison.of(list(board.pins.values()), baseline=baseline)
-    board.unpin("C")  # the baseline goes: the first that is left
-    assert board.refresh().baseline == "A"
-
-
 # -- the card --------------------------------------------------------------------------------------------------------
 
 
@@ -176,8 +154,10 @@ def cells(show: Show) -> tuple[tuple[Any, ...], ...]:
 
 def test_a_row_says_its_figures(show):
     run = run_of(Spec(), 30)
+    failed = run_of(Spec().replace(sharding="no_shard"), 30, "other")
+    failed.state, failed.reason = RunState.FAILED, "rank 1 ran out of memory"
     show.board.pin(run)
-    show.board.pin(run_of(Spec().replace(sharding="no_shard"), 30, "other"))
+    show.board.pin(failed)
     show.feed.tick()
     heads, one, other = cells(show)
     assert [len(row) for row in cells(show)] == [len(heads)] * 3
@@ -185,7 +165,7 @@ def test_a_row_says_its_figures(show):
     assert one[2].text == "baseline" and one[0].pressed and not other[0].pressed
     assert other[1].text == "no_shard"
     assert other[3].startswith(f"{figures.step_time_s.median * 1e3:.3g}"[:3])
-    assert other[9].startswith("×")
+    assert other[9].startswith("×") and (other[10].text, other[10].tone) == (f"failed: {failed.reason}", "bad")
 
 
 def test_a_difference_is_loud(show):
@@ -207,6 +187,7 @@ def test_presses_choose_the_baseline_and_take_rows_away(dashboard):
         dashboard.pin(run_of(Spec(), 12, f"r{i}"))
     dashboard._live._on_message(None, {"kind": "press", "card": "comparison", "word": "baseline", "about": "B"}, [])
     assert dashboard.comparison.baseline == "B"
+    assert dashboard.comparison == Comparison.of(list(dashboard.pins.values()), baseline="B")
     dashboard._live._on_message(None, {"kind": "press", "card": "comparison", "word": "unpin", "about": "B"}, [])
     assert list(dashboard.pins) == ["A"] and dashboard.comparison.baseline == "A"
     dashboard._press("unpin", "Z")
@@ -251,23 +232,6 @@ def test_a_sweep_keeps_its_pictures_and_shows_whose_turn_it_is(show, monkeypatch
     assert [r.figures.steps for r in show.board.refresh().rows] == [8, 8, 8, 0]
     show.board.unpin("4")
     assert [r.label for r in show.board.refresh().rows] == list("123")
-
-
-def test_a_run_that_fails_in_a_sweep_is_a_row_with_its_reason(show):
-    make = show.lab._turn_of
-
-    def failing(spec: Spec, steps: int, share: int):
-        run = make(spec, steps, share)
-        if spec.strategy.sharding == "no_shard":
-            run.fails_at = 2
-        return run
-
-    show.lab._turn_of = failing
-    show.lab.step_s = 0.005
-    sweep = show.lab.compare(sharding=["full_shard", "no_shard"], steps=6, rounds=2)
-    show.until(lambda: sweep.done and len(cells(show)) == 3)
-    show.until(lambda: "ran out of memory" in cells(show)[2][10].text)
-    assert cells(show)[2][10].tone == "bad" and show.board.refresh()["1"].figures.steps == 6
 
 
 def test_controls_rest_while_a_comparison_suspends_a_run_that_goes_on_afterwards(dashboard):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import given, strategies as st
 
 from fsdp_lab.dashboard.panels.base import Columns
@@ -42,11 +41,3 @@ def test_a_reader_that_asks_now_and_then_holds_what_the_table_holds(limit, batch
         held = [*held, *block.numbers[0].tolist()][-limit:]
         generation, row = block.generation, block.next
         assert held == table.all().numbers[0].tolist()
-
-
-def test_blocks_do_not_change_behind_the_reader():
-    table = Columns("t", ["x"], limit=2)
-    table.append([[1.0], [2.0]])
-    block = table.all()
-    table.append([[3.0], [4.0], [5.0]])
-    assert np.array_equal(block.numbers, [[1.0, 2.0]])

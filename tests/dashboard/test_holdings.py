@@ -125,16 +125,6 @@ def test_the_unit_at_work_is_marked_and_all_of_them_by_the_optimizer():
     assert mark["left"] < 0 and mark["right"] > 0.99
 
 
-def test_a_phase_that_changes_nothing_is_not_written_again():
-    told = moments()
-    panel = HoldingsPanel(told[0])
-    for before, now in itertools.pairwise(told):
-        generation = panel.sources[0].generation
-        panel.update(now)
-        changed = [f.parameters for f in before.frames] != [f.parameters for f in now.frames]
-        assert (panel.sources[0].generation != generation) == changed
-
-
 def test_other_ranks_or_parameters_need_another_picture():
     panel = HoldingsPanel(moments()[0])
     assert not panel.fits(moments(3)[0])

@@ -170,62 +170,42 @@ def test_evaluations_are_points_in_the_plot_of_the_loss_and_in_its_words(languag
 
 
 @pytest.mark.parametrize(("loss", "words"), [(0.000412, "0.000412"), (math.nan, "–")])
-def test_a_small_loss_has_its_figures_and_an_unknown_norm_is_left_out(loss, words):
-    told = steps_with(1, loss=loss, mean_loss=loss, grad_norm=math.nan)
+def test_a_small_loss_has_its_figures_the_rate_is_said_and_an_unknown_norm_is_left_out(loss, words):
     panel = LossPanel(StepAxis(), 2)
-    panel.update(told)
-    assert panel.captions().reading == f"{words} at step 0" and "norm" not in panel.captions().note
+    panel.update(steps_with(1, loss=loss, mean_loss=loss, grad_norm=math.nan, lr=0.0125, loss_scale=65536.0))
+    assert panel.captions().reading == f"{words} at step 0"
+    assert panel.captions().note == "Learning rate 0.0125, loss scale 65,536."
 
 
-def test_the_rate_is_said():
-    panel = LossPanel(StepAxis(), 2)
-    panel.update(steps_with(1, first=2, lr=0.0125, loss_scale=65536.0))
-    assert "Learning rate 0.0125, loss scale 65,536." in panel.captions().note
-
-
-def test_throughput_sums_ranks_over_the_slowest_time():
-    panel = ThroughputPanel(StepAxis(), 2)
-    told = steps(4)
-    panel.update(told)
-    last = told[-1]
-    expected = sum(e.tokens for e in last.events) / max(e.step_time_s for e in last.events)
-    assert columns(panel)["tokens_per_s"][-1] == pytest.approx(expected)
+def test_throughput_sums_ranks_over_the_slowest_time_and_tflops_are_of_each_of_few_ranks_or_a_band():
+    panel, few, many = ThroughputPanel(StepAxis(), 9), TflopsPanel(StepAxis(), 8), TflopsPanel(StepAxis(), 9)
+    told = steps(4, 9)
+    for shown in (panel, many):
+        shown.update(told)
+    last = told[-1].events
+    assert columns(panel)["tokens_per_s"][-1] == pytest.approx(
+        sum(e.tokens for e in last) / max(e.step_time_s for e in last)
+    )
     assert math.isnan(columns(panel)["median_tokens_per_s"][0])  # the first step after a change does not count
+    assert "rank_7" in few.sources[0].numbers and "rank_0" not in many.sources[0].numbers
+    assert columns(many)["least"][-1] == min(e.tflops for e in last)
+    assert columns(many)["most"][-1] == max(e.tflops for e in last)
 
 
-def test_tflops_has_a_line_for_each_of_few_ranks_and_a_band_for_many():
-    few, many = TflopsPanel(StepAxis(), 8), TflopsPanel(StepAxis(), 9)
-    told = steps(3, 9)
-    many.update(told)
-    assert "rank_7" in few.sources[0].numbers
-    assert "rank_0" not in many.sources[0].numbers
-    last = told[-1]
-    assert columns(many)["least"][-1] == min(e.tflops for e in last.events)
-    assert columns(many)["most"][-1] == max(e.tflops for e in last.events)
-
-
-def test_mfu_says_what_it_is_relative_to():
-    panel, none = TflopsPanel(StepAxis(), 2), TflopsPanel(StepAxis(), 2)
+def test_mfu_and_hfu_say_what_they_are_relative_to():
+    panel, none, again = (TflopsPanel(StepAxis(), 2) for _ in range(3))
     none.update(steps_with(4, peak_flops_per_s=None))
     assert "MFU" not in none.captions().reading
-    panel.update(steps(3))
-    assert "% MFU" in panel.captions().reading
+    panel.update(told := steps(3))
+    assert "% MFU" in panel.captions().reading and "HFU" not in panel.captions().reading
     assert "relative to 0.110 TFLOPS a rank (measured, 512 x 512 fp32)" in panel.captions().note
     panel.update(steps_with(3, first=3, peak_flops_per_s=220e9, spec_id="bf16"))
     assert "relative to 0.220 TFLOPS" in panel.captions().note
     mean, mfu = columns(panel)["mean"], columns(panel)["mfu_percent"]
     assert mfu[-1] == pytest.approx(100 * mean[-1] * 1e12 / 220e9), "the tooltip of each step has its own"
-
-
-def test_hfu_is_named_where_something_is_recomputed():
-    plain, again = TflopsPanel(StepAxis(), 2), TflopsPanel(StepAxis(), 2)
-    told = steps(4)
-    plain.update(told)
     again.update(steps_with(4, recompute_flops=told[0].events[0].flops // 4))
-    assert "HFU" not in plain.captions().reading and "% HFU" in again.captions().reading
     assert "HFU counts recompute; both are relative to 0.110 TFLOPS" in again.captions().note
     assert columns(again)["hfu_percent"] == pytest.approx([1.25 * share for share in columns(again)["mfu_percent"]])
-    assert columns(plain)["hfu_percent"] == columns(plain)["mfu_percent"]
 
 
 def test_memory_stacks_classes_up_to_the_peak_and_keeps_the_host_apart():
