@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from playwright.sync_api import Locator
+from playwright.sync_api import Locator, expect
 
 from tests.browser.driver import DashboardPage, model
 
@@ -114,6 +114,7 @@ def test_a_comparison_by_its_form(opened: ComparisonPage):
     opened.card.get_by_text(re.compile(r"Refused, so not in the table: 4 ddp full_shard \(")).first.wait_for()
     assert opened.field("sharding").locator("select").is_enabled()
     shown = "r = dashboard.comparison['2']; print(f'{r.figures.tokens_per_s.median:,.0f} ×{r.memory_ratio:.2f}')"
-    assert opened.notebook.execute(shown).split() == [opened.cell("2", 5), opened.cell("2", 9)]
+    for column, text in zip((5, 9), opened.notebook.execute(shown).split(), strict=True):
+        expect(opened.row("2").locator("td").nth(column)).to_have_text(text)
     opened.show(1920, "Light")
     assert opened.clipped() == []
