@@ -104,7 +104,9 @@ def test_a_comparison_by_its_form(opened: ComparisonPage):
     )
     opened.ask("Start comparison").click()
     opened.wait_state("comparing")
-    opened.page.locator(".fsdp-sweep-said", has_text=re.compile(r"of 72 steps · about \S+ \w+ left · now \d")).wait_for()
+    opened.page.locator(
+        ".fsdp-sweep-said", has_text=re.compile(r"of 72 steps · about \S+ \w+ left · now \d")
+    ).wait_for()
     assert opened.field("sharding").locator("select").is_disabled()
     opened.card.locator("tbody tr").nth(2).wait_for()
     assert opened.page.locator(".fsdp-live").first.get_attribute("data-scene") == scene
