@@ -89,9 +89,6 @@ class Stage:
     def __init__(self, world_size: int) -> None:
         self.cursor = 0
         self.attempt: int | None = None  # that is drawn (see `runs.steps`); None: no step is
-        self.begin(world_size)
-
-    def begin(self, world_size: int) -> None:
         self.world_size = world_size
         self.assembler = Assembler()
         self.last: Step | None = None
@@ -187,9 +184,7 @@ class Feed:
             follow_spec(self._stage.frame, run.spec)
             return
         self._stage = Stage(run.spec.world_size)
-        in_sweep = sweep is not None and (
-            not sweep.done or run in sweep.runs
-        )  # its last turn may be shown when it is over
+        in_sweep = sweep is not None and (not sweep.done or run in sweep.runs)  # or it was the last turn
         self._display(swap=in_sweep and self._stage.world_size == shape)
 
     def _follow(self, run: Run | WatchedRun, events: Sequence[StepEvent]) -> None:
@@ -200,7 +195,8 @@ class Feed:
         if (attempt, ranks) != (stage.attempt, stage.world_size):
             same_ranks = ranks == stage.world_size
             if stage.attempt is not None or not same_ranks:
-                stage.begin(ranks)
+                stage, cursor = Stage(ranks), stage.cursor
+                self._stage, stage.cursor = stage, cursor
                 self._display(swap=same_ranks)
             stage.attempt = attempt
             events = [e for step in drawn_of(run.events.steps(), ranks) for e in step.events]

@@ -17,7 +17,7 @@ import ipywidgets as widgets
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.formatting import duration
 from fsdp_lab.base.generation import Sampling
-from fsdp_lab.dashboard.forms import HIDDEN, AskingForm, InputForm, prose, put, styled
+from fsdp_lab.dashboard.forms import HIDDEN, InputForm, prose, put, styled
 from fsdp_lab.dashboard.lab_like import LabLike, active_loop, active_run, active_sweep
 from fsdp_lab.runs import Refusal, Run, RunState, Sweep, WatchedRun
 from fsdp_lab.runs.comparison import labels_by
@@ -34,13 +34,14 @@ MOST_TOKENS = 1000
 LOOK_EVERY_S = 1.0
 
 
-class WritingForm(AskingForm):
+class WritingForm(InputForm):
     """`toggle` opens and closes it."""
 
     css = "fsdp-sweep"
 
     def __init__(self, lab: LabLike) -> None:
-        super().__init__(lab)
+        super().__init__()
+        self._lab = lab
         self._prompt = self.add(widgets.Text(placeholder="Once upon a time", description="prompt"))
         self._tokens = self.number("new tokens", Sampling.new_tokens, 1, MOST_TOKENS, "Length of the text")
         styled(self._tokens, "fsdp-number")

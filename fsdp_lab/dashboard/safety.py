@@ -16,7 +16,6 @@ from fsdp_lab.base.formatting import duration, plural, size
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.dashboard.forms import (
     HIDDEN,
-    AskingForm,
     InputForm,
     error_text,
     field,
@@ -135,11 +134,12 @@ class SafetyBox(InputForm):
         self._fold.disabled = False
 
 
-class SavingForm(AskingForm):
+class SavingForm(InputForm):
     """`config` is what is chosen; `resume` starts a run from the newest checkpoint in a folder."""
 
     def __init__(self, lab: LabLike, resume: Callable[[str], None]) -> None:
-        super().__init__(lab)
+        super().__init__()
+        self._lab = lab
         self._start = resume
         self._folder = self.add(
             widgets.Text(value=FOLDER, description="folder", tooltip="Where checkpoints go", continuous_update=False)

@@ -14,7 +14,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from fsdp_lab.dashboard.forms import AskingForm, prose, put, styled
+from fsdp_lab.dashboard.forms import InputForm, prose, put, styled
 from fsdp_lab.dashboard.lab_like import LabLike, active_run
 from fsdp_lab.dashboard.live import LiveView, Scene
 from fsdp_lab.dashboard.panels.holdings import HoldingsPanel
@@ -32,14 +32,15 @@ The backend must be <b>lab</b>, our own engine. In a cell: <code>for moment in l
 RUN_STOPPED = "The run was stopped for this and keeps its parameters: Continue, at the top, goes on with them."
 
 
-class SlowMotionBox(AskingForm):
+class SlowMotionBox(InputForm):
     """The buttons, a message beside them, and the picture. `wanted` is the Spec that the next step trains, or None: what the
     ranks hold."""
 
     css = "fsdp-slow"
 
     def __init__(self, lab: LabLike, *, wanted: Callable[[], Spec | None]) -> None:
-        super().__init__(lab)
+        super().__init__()
+        self._lab = lab
         self._wanted = wanted
         self._jobs: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()  # the worker ends at None
         self._paused = threading.Event()  # Play sets it free

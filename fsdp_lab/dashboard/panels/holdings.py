@@ -106,7 +106,6 @@ class HoldingsPanel(BaseCard):
             Columns(f"slow.{name}", place, texts=["color"], limit=2 * room) for name in ("light", "moving", "own")
         )
         self._now = Columns("slow.now", ["left", "right"], limit=1)
-        self._drawn: object = None
         self.sources = (self._bars, self._light, self._moving, self._own, self._now)
         self.root: figure = self._draw()
         self.update(moment)
@@ -150,10 +149,6 @@ class HoldingsPanel(BaseCard):
         left, right = (0.0, 1.0) if moment.direction == "update" else units.get(moment.unit, (0.0, 0.0))
         self._now.replace([[left - 0.003, right + 0.003 - min(SPLIT, (right - left) / 4)]])
         self._captions = self._describe(moment)
-        drawn = tuple(f.parameters for f in frames)
-        if drawn == self._drawn:
-            return  # a phase of computing does not change the holdings
-        self._drawn = drawn
         shown = [(f.rank, self._axis.bars[p.name], p) for f in frames for p in f.parameters]
         top, bottom = BAR
         rows = [[r, bar.left, bar.right, r + top, r + bottom, p.numel, p.start, p.stop] for r, bar, p in shown]
