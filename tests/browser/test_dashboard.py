@@ -79,8 +79,9 @@ def test_all_that_can_be_pressed_answers_while_a_cell_is_busy(opened):
     busy.wait_for(state="detached")
 
 
-def test_the_theme_is_followed_live(opened):
-    """Axes and inks change with JupyterLab's theme, both ways, without a reload."""
+def test_the_theme_is_followed_live_plots_out_of_sight_catch_up_and_a_range_that_the_reader_moves_stays(opened):
+    """Axes and inks change with JupyterLab's theme, both ways. In a low window the last plots are not in sight; their rows
+    wait in the page and are there when it scrolls. A range comes back by a double click."""
     colours = """() => { const models = [...window.Bokeh.documents.at(-1)?.all_models ?? []];
         const line = models.find(m => m.type === 'Line' && m.tags.some(t => t.tint?.line_color === 'ink.mean'));
         const axis = models.find(m => m.type === 'LinearAxis');
@@ -95,10 +96,6 @@ def test_the_theme_is_followed_live(opened):
         now = opened.page.wait_for_function(colours).json_value()  # the plots may just be built anew
         assert seen.setdefault(theme, now) == now
     assert all(a != b for a, b in zip(seen["Light"], seen["Dark"], strict=True))
-
-
-def test_plots_out_of_sight_catch_up_and_a_range_that_the_reader_moves_stays_until_a_double_click(opened):
-    """In a low window the last plots are not in sight; their rows wait in the page and are there when it scrolls."""
     opened.page.set_viewport_size({"width": 1280, "height": 500})
     opened.start()
     opened.wait_step(3)
@@ -113,25 +110,10 @@ def test_plots_out_of_sight_catch_up_and_a_range_that_the_reader_moves_stays_unt
     assert opened.page.evaluate(f"() => {model('frame.x')}.end") >= 100
 
 
-def test_a_cell_run_again_replaces_its_dashboard_and_two_views_agree(opened):
-    page = opened.page
-    opened.start()
-    opened.wait_step(5)
-    opened.notebook.execute("former = dashboard")
-    opened.notebook.write_and_run("dashboard = Dashboard(lab)\ndashboard")
-    page.wait_for_function("() => document.querySelectorAll('.fsdp-live[data-ready]').length === 1")
-    assert opened.notebook.execute("print(former.closed, dashboard.closed)").split() == ["True", "False"]
-    opened.notebook.write_and_run("dashboard")  # a second view of the same
-    page.wait_for_function("() => document.querySelectorAll('.fsdp-live[data-ready]').length === 2")
-    opened.notebook.execute("lab.run(steps=12)")
-    page.wait_for_function("""() => {
-        const said = [...document.querySelectorAll('.fsdp-headline')].map((e) => e.textContent);
-        return said.length === 2 && said.every((text) => text.startsWith('step 11')) }""")
-
-
-def test_a_view_that_bokeh_could_not_embed_builds_itself_again(opened):
+def test_a_cell_run_again_replaces_its_dashboard_two_views_agree_and_what_could_not_be_embedded_is_built_again(opened):
     """As where JupyterLab takes the output out of the page while Bokeh embeds it."""
     page = opened.page
+    opened.notebook.execute("former = dashboard")
     page.evaluate("""() => { const embed = window.Bokeh.embed, real = embed.embed_items;
         window.restored = () => { embed.embed_items = real };
         embed.embed_items = async () => { throw new Error('element must be under <body>') } }""")
@@ -141,9 +123,16 @@ def test_a_view_that_bokeh_could_not_embed_builds_itself_again(opened):
     page.evaluate("() => window.restored()")
     opened.wait_drawn()
     opened.wait_step(59)
+    assert opened.notebook.execute("print(former.closed, dashboard.closed)").split() == ["True", "False"]
     assert not page.locator(".fsdp-banner:visible").count()
     assert all("element must be under <body>" in text for text in opened.notebook.wrong)
     opened.notebook.wrong.clear()
+    opened.notebook.write_and_run("dashboard")  # a second view of the same
+    page.wait_for_function("() => document.querySelectorAll('.fsdp-live[data-ready]').length === 2")
+    opened.notebook.execute("lab.run(steps=12)")
+    page.wait_for_function("""() => {
+        const said = [...document.querySelectorAll('.fsdp-headline')].map((e) => e.textContent);
+        return said.length === 2 && said.every((text) => text.startsWith('step 11')) }""")
 
 
 def test_a_kernel_that_is_gone_is_said_and_the_cell_runs_again(opened):

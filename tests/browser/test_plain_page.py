@@ -106,6 +106,7 @@ def test_a_second_view_waits_for_a_kernel_that_is_busy(stage: Stage, host: Calla
     stage.open("first")
     assert not stage.view.first
     hosted = host(busy=True)
+    hosted.frames[0].evaluate("() => { const now = Date.now; Date.now = () => now() + 20000 }")  # as after as long
     hosted.wait("() => document.querySelector('.fsdp-banner').textContent.startsWith('No answer from the kernel')")
     hosted.free()
     hosted.wait(READY)
