@@ -55,7 +55,7 @@ def opened(show) -> ComparisonPage:
 
 
 @pytest.mark.slow
-def test_pin_toggle_pin_compare_unpin_and_load_the_page_again(opened: ComparisonPage):
+def test_pin_toggle_pin_compare_unpin_load_the_page_again_and_compare_by_the_form(opened: ComparisonPage):
     assert not opened.card.is_visible()
     opened.pin("A")
     assert opened.card.is_visible() and opened.cell("A", 2) == "baseline"
@@ -83,11 +83,12 @@ def test_pin_toggle_pin_compare_unpin_and_load_the_page_again(opened: Comparison
     opened.wait_steps_drawn(last)
     assert opened.step() == last, "the whole history is back"
     opened.start()  # and it is alive: another run begins at step 0
-    opened.wait_step(2)
+    opened.row("B").locator(".fsdp-press-unpin").click()
+    opened.wait_step(12)
+    compare_by_its_form(opened)
 
 
-@pytest.mark.slow
-def test_a_comparison_by_its_form(opened: ComparisonPage):
+def compare_by_its_form(opened: ComparisonPage):
     """What can run is said before, its progress while it runs; the page is not built anew for a turn. Then the run that was
     suspended for it goes on."""
     opened.button("Compare…").click()

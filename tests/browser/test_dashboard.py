@@ -14,8 +14,10 @@ def opened(show) -> DashboardPage:
     return show(DashboardPage)
 
 
-def test_start_toggle_refuse_stop(opened):
-    """A person's path: start, watch, change, be refused, take the way out, pause, stop."""
+def test_start_toggle_refuse_stop_look_and_scroll(opened):
+    """A person's path: start, watch, change, be refused, take the way out, pause, stop. Then axes and inks change with the
+    theme, both ways. In a low window the last plots are not in sight; their rows wait in the page and are there when it
+    scrolls. A range that the reader moves stays until a double click."""
     assert opened.state() == "ready"
     opened.start()
     opened.wait_step(20)
@@ -58,30 +60,6 @@ def test_start_toggle_refuse_stop(opened):
         "gpt2-1m",
     ]
 
-
-def test_all_that_can_be_pressed_answers_while_a_cell_is_busy(opened):
-    opened.notebook.write_and_run("import time\nfor _ in range(6000): time.sleep(0.1)", wait=False)
-    busy = opened.page.locator(".jp-InputPrompt", has_text="[*]:")
-    busy.wait_for()
-    opened.start()
-    opened.wait_step(5)
-    opened.choose("micro batch", "8")
-    opened.wait_note("micro batch", r"applied at step \d+")
-    opened.page.locator(".fsdp-card-timeline .fsdp-hold").click()
-    opened.wait_reading("timeline", "^pinned · step")
-    opened.button("Stop").click()
-    opened.wait_state("stopped")
-    for word, said in (("Next", "halted"), ("Stop", "is over, its loss was")):
-        opened.page.locator(".fsdp-slow button.fsdp-slow-button", has_text=word).first.click()
-        opened.page.locator(".fsdp-slow .fsdp-state-line").get_by_text(said).first.wait_for()
-    assert busy.count()  # the cell still runs
-    opened.notebook.command("notebook:interrupt-kernel")
-    busy.wait_for(state="detached")
-
-
-def test_the_theme_is_followed_live_plots_out_of_sight_catch_up_and_a_range_that_the_reader_moves_stays(opened):
-    """Axes and inks change with JupyterLab's theme, both ways. In a low window the last plots are not in sight; their rows
-    wait in the page and are there when it scrolls. A range comes back by a double click."""
     colours = """() => { const models = [...window.Bokeh.documents.at(-1)?.all_models ?? []];
         const line = models.find(m => m.type === 'Line' && m.tags.some(t => t.tint?.line_color === 'ink.mean'));
         const axis = models.find(m => m.type === 'LinearAxis');
@@ -110,8 +88,29 @@ def test_the_theme_is_followed_live_plots_out_of_sight_catch_up_and_a_range_that
     assert opened.page.evaluate(f"() => {model('frame.x')}.end") >= 100
 
 
-def test_a_cell_run_again_replaces_its_dashboard_two_views_agree_and_what_could_not_be_embedded_is_built_again(opened):
-    """As where JupyterLab takes the output out of the page while Bokeh embeds it."""
+def test_all_that_can_be_pressed_answers_while_a_cell_is_busy(opened):
+    opened.notebook.write_and_run("import time\nfor _ in range(6000): time.sleep(0.1)", wait=False)
+    busy = opened.page.locator(".jp-InputPrompt", has_text="[*]:")
+    busy.wait_for()
+    opened.start()
+    opened.wait_step(5)
+    opened.choose("micro batch", "8")
+    opened.wait_note("micro batch", r"applied at step \d+")
+    opened.page.locator(".fsdp-card-timeline .fsdp-hold").click()
+    opened.wait_reading("timeline", "^pinned · step")
+    opened.button("Stop").click()
+    opened.wait_state("stopped")
+    for word, said in (("Next", "halted"), ("Stop", "is over, its loss was")):
+        opened.page.locator(".fsdp-slow button.fsdp-slow-button", has_text=word).first.click()
+        opened.page.locator(".fsdp-slow .fsdp-state-line").get_by_text(said).first.wait_for()
+    assert busy.count()  # the cell still runs
+    opened.notebook.command("notebook:interrupt-kernel")
+    busy.wait_for(state="detached")
+
+
+def test_a_cell_run_again_replaces_its_dashboard_two_views_agree_and_what_is_gone_is_said_and_drawn_again(opened):
+    """JupyterLab may take the output out of the page while Bokeh embeds it; and the kernel may be restarted, which one
+    sentence says in place of an icon of ipywidgets' on each of its widgets."""
     page = opened.page
     opened.notebook.execute("former = dashboard")
     page.evaluate("""() => { const embed = window.Bokeh.embed, real = embed.embed_items;
@@ -134,9 +133,6 @@ def test_a_cell_run_again_replaces_its_dashboard_two_views_agree_and_what_could_
         const said = [...document.querySelectorAll('.fsdp-headline')].map((e) => e.textContent);
         return said.length === 2 && said.every((text) => text.startsWith('step 11')) }""")
 
-
-def test_a_kernel_that_is_gone_is_said_and_the_cell_runs_again(opened):
-    """By one sentence, in place of an icon of ipywidgets' on each of its widgets."""
     opened.notebook.restart_kernel()
     opened.page.locator(".fsdp-lab.jupyter-widgets-disconnected").first.wait_for()
     said = opened.page.evaluate("""() => [...document.querySelectorAll('.jupyter-widgets-disconnected')].map(

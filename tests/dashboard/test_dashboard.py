@@ -66,17 +66,6 @@ def test_another_dashboard_of_a_lab_replaces_the_former_and_closing_leaves_nothi
     assert open_widgets() == before and ticking() == []
 
 
-def test_a_choice_is_predicted_at_once_beside_the_bars(all_panels, lab, dashboard):
-    def predicted() -> list[float]:
-        return table(dashboard, "memory.predicted").column("peak").tolist()
-
-    until(lambda: len(predicted()) == 2)
-    before = predicted()
-    dashboard._controls._controls["sharding"].input.value = "no_shard"  # no run goes on: it waits for the next start
-    until(lambda: predicted() != before)
-    assert lab.current is None
-
-
 def test_a_closed_lab_is_said_and_the_thread_rests(lab, dashboard):
     lab.close()
     until(lambda: ticking() == [])
