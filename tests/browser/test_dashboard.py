@@ -137,7 +137,7 @@ def test_a_cell_run_again_replaces_its_dashboard_two_views_agree_and_what_is_gon
     opened.page.locator(".fsdp-lab.jupyter-widgets-disconnected").first.wait_for()
     said = opened.page.evaluate("""() => [...document.querySelectorAll('.jupyter-widgets-disconnected')].map(
         (e) => getComputedStyle(e, '::before').content).filter((text) => text !== 'none')""")
-    assert said == ['"The kernel is gone. Run the cell again."']
+    assert said == ['"The kernel is gone. Run the cell again."'] * 2
     assert not opened.page.locator(".fsdp-lab :is(.fsdp-banner, .fsdp-state):visible").count(), "it is not running"
     opened.notebook.run_cell(0)
     opened.wait_drawn()
