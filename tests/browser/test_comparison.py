@@ -114,7 +114,7 @@ def compare_by_its_form(opened: ComparisonPage):
     opened.notebook.execute("go_on.set()")
     opened.wait_state("running")
     opened.page.locator(".fsdp-card-comparison .fsdp-reading", has_text="The fastest that fits is").wait_for()
-    opened.card.get_by_text(re.compile(r"Refused, so not in the table: 4 ddp full_shard \(")).first.wait_for()
+    opened.card.get_by_text(re.compile(r"Refused, so not in the table: 4 ddp shard_grad_op \(")).first.wait_for()
     assert opened.field("sharding").locator("select").is_enabled()
     shown = "r = dashboard.comparison['2']; print(f'{r.figures.tokens_per_s.median:,.0f} ×{r.memory_ratio:.2f}')"
     for column, text in zip((5, 9), opened.notebook.execute(shown).split(), strict=True):
