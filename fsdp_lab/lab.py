@@ -576,7 +576,7 @@ class Lab:
     def move(
         self, hosts: Hosts | None, ranks: int | None = None, *, progress: Callable[[StartProgress], None] | None = None
     ) -> None:
-        """Ends the ranks and starts others elsewhere, as the dashboard's *Hosts…* does.
+        """Ends the ranks and starts others elsewhere.
 
             lab.move(SshHosts(names=("gpu1", "gpu2"), gpus_per_host=8))
 

@@ -17,7 +17,7 @@ import ipywidgets as widgets
 
 from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.events import StepEvent
-from fsdp_lab.dashboard.fields import FIRST_MODEL_ON_CPUS, RANK_FIELDS, Choices, ChoiceState, Note, groups_of
+from fsdp_lab.dashboard.fields import FIRST_MODEL_ON_CPUS, RANK_FIELDS, TITLES, Choices, ChoiceState, Group, Note
 from fsdp_lab.dashboard.forms import HIDDEN, InputForm, prose, put, styled
 from fsdp_lab.dashboard.lab_like import LabLike, active_loop, active_run, active_sweep, held_step, shown_run
 from fsdp_lab.models.check import check
@@ -32,9 +32,7 @@ WATCHING = "This loop is your own: what it trains and how is in its code. Stop i
 WAITING = "See Safety below, or press Stop."
 HELD = "The ranks hold what was trained up to step {step:,}."
 IDLE = "Press Start to train."
-RESTARTS = (
-    "With another {field} training begins at step 0. What was trained up to step {step:,} is lost unless it is saved."
-)
+RESTARTS = "With another {field} training begins at step 0, with the next start: press Stop, and Start over."
 CLOSED = "The lab is closed. Make another one and run this cell again."
 
 
@@ -67,9 +65,9 @@ class Controls(InputForm):
             first = first.replace(model=FIRST_MODEL_ON_CPUS)
         self.choices = Choices(first, check=self._check)
         self._sent: list[_Sent] = []
+        self._ranks = len(lab.devices)
         self._too_large: Spec | None = None  # what Start refused
         self._complaint = ""
-        self._question = ""  # the field that is asked about, because its change begins at step 0
         self._start = self.button("Start", "play", "Start training at step 0", self.start)
         self._pause = self.button("Pause", "pause", "Pause after the steps in progress", self.pause)
         self._stop = self.button("Stop", "stop", "End the run and keep the ranks", self.stop)
@@ -78,15 +76,12 @@ class Controls(InputForm):
         self._state = styled(widgets.HTML(), "fsdp-state-line")
         self._bar = styled(widgets.Box([*self.inputs, self._state]), "fsdp-bar")
         self.message = styled(widgets.HTML(), "fsdp-notice-text")
-        self._answers = [
-            self.button("Begin at step 0", "play", "Train what is chosen, from initial values", self._restart),
-            self.button("Keep the run", "undo", "Leave what it trains as it is", self._keep),
-        ]
-        self._notice = styled(widgets.Box([self.message, *self._answers]), "fsdp-notice")
-        self._groups = groups_of(first, self.accept)
+        self._notice = styled(widgets.Box([self.message]), "fsdp-notice")
+        self._groups = [Group(title, first, self.accept) for title in TITLES]
         self._controls = {name: control for group in self._groups for name, control in group.controls.items()}
         self._fields = [widget for control in self._controls.values() for widget in control.inputs]
-        self.inputs += [*(button for group in self._groups for button in group.buttons), *self._fields]
+        self._fields += [group.button for group in self._groups]
+        self.inputs += [*self._fields, *(group.fold for group in self._groups if group.fold is not None)]
         groups = styled(widgets.Box([group.box for group in self._groups]), "fsdp-groups")
         self.widget = styled(widgets.VBox([self._bar, self._notice, *below, groups]), "fsdp-controls")
         self._show()
@@ -144,49 +139,27 @@ class Controls(InputForm):
         self.attempt(lambda: self._take(dict(values)))
 
     def _take(self, values: Mapping[str, Any]) -> None:
-        self._question = ""
-        accepted = self.choices.choose(**values)
-        if not accepted:
+        if not (accepted := self.choices.choose(**values)):
             return
         run = active_run(self._lab)
-        if run is None:
+        if run is None or self._restarting:
             self.choices.note(accepted, ChoiceState.NEXT, "with the next start")
-        elif run.step and (restarting := set((run.pending or run.spec).difference(self.choices.wanted)) & set(LINEAGE)):
-            self.choices.note(accepted, ChoiceState.NEXT, "see above")
-            self._question = field_title(min(restarting))
-        else:
-            self._apply(run, accepted)
-
-    def _restart(self) -> None:
-        self._question = ""
-        if (run := active_run(self._lab)) is not None:
-            self._apply(run, self._waiting())
-
-    def _keep(self) -> None:
-        self._question = ""
-        if (run := active_run(self._lab)) is not None:
-            self.choices.note(self._waiting(), ChoiceState.IDLE, "")
-            self.choices.adopt(run.pending or run.spec)
-
-    def _apply(self, run: Run, accepted: Mapping[str, Any]) -> None:
-        wanted = self.choices.wanted
+            return
+        accepted |= self._waiting()  # a field of LINEAGE that is as before again holds nothing back
         try:
-            request = run.apply(wanted)
+            request = run.apply(self.choices.wanted)
         except FieldError as e:
             self.choices.revert(accepted, run.pending or run.spec, e)
-            return
-        self._await(accepted, wanted, run, request)
+        else:
+            self._await(accepted, self.choices.wanted, run, request)
 
-    def _offer(self, fix: Mapping[str, Any]) -> tuple[str, bool]:
-        """Says what a fix does, and whether it can be applied; one that needs another number of ranks takes longer."""
-        if active_sweep(self._lab) is not None:
-            return SWEEPING, False
-        ranks, most = fix.get("world_size"), self._lab.most_ranks
-        if ranks is not None and most is not None and ranks > most:
-            return f"The given cluster has {most} engine{'s' * (most != 1)}; start more of them first.", False
-        if active_run(self._lab) is not None and any(name in fix for name in RANK_FIELDS):
-            return "Another number of ranks takes some seconds; the run goes on with its parameters.", True
-        return "", True
+    @property
+    def _restarting(self) -> str:
+        """The chosen field with which the active run would begin at step 0: it waits for a start. "": there is none."""
+        run = active_run(self._lab)
+        if run is None or not run.step:
+            return ""
+        return min(set((run.pending or run.spec).difference(self.choices.wanted)) & set(LINEAGE), default="")
 
     def _begin(self, *, fresh: bool = True) -> None:
         """Starts a run; choices that waited for one become pending with it."""
@@ -231,14 +204,15 @@ class Controls(InputForm):
         """Settles what is pending, follows what code has changed, and shows the state."""
         with self._lock:
             before = (dict(self.choices.notes), self.choices.wanted)
-            if self._question and active_run(self._lab) is None:
-                self._question = ""
-                self.choices.note(self._waiting(), ChoiceState.NEXT, "with the next start")
             self._sent = [s for s in self._sent if not self._settled(s, run, events)]
             if run is not None and not self._sent and active_sweep(self._lab) is None:
                 spec = run.pending or run.spec  # code may change it, too
                 if spec.id != self.choices.wanted.id and not run.state.over and not self._waiting():
                     self.choices.adopt(spec)
+            if (ranks := len(self._lab.devices)) not in (0, self._ranks):  # as by `lab.move`
+                self._ranks = ranks
+                if active_run(self._lab) is None and ranks != self.choices.wanted.world_size:
+                    self._take({"world_size": ranks, "devices": None})
             changed = before != (self.choices.notes, self.choices.wanted)
             (self._show if changed else self._show_state)()
 
@@ -276,7 +250,7 @@ class Controls(InputForm):
             note = self.choices.notes.get(name, Note())
             control.say(note.state, note.text)
         for group in self._groups:
-            group.explain(self.choices, self._offer)
+            group.explain(self.choices)
         self._show_state()
 
     def _show_state(self) -> None:
@@ -316,18 +290,16 @@ class Controls(InputForm):
         return WATCHING if active_loop(self._lab) is not None else "" if run.state.over else self._lab.waiting
 
     def _show_notice(self, failed: Run | WatchedRun | None) -> None:
-        """The row below the buttons: a question, what was refused, or why the run failed."""
-        run, text = active_run(self._lab), self._complaint or (failed.reason if failed is not None else "")
-        if self._question and run is not None:
-            text = RESTARTS.format(field=self._question, step=run.step)
+        """The row below the buttons: what was refused, what waits for a start, or why the run failed."""
+        text = self._complaint or (failed.reason if failed is not None else "")
+        if not text and (name := self._restarting) and active_sweep(self._lab) is None:
+            text = RESTARTS.format(field=field_title(name))
         said = prose(f"{text[:1].upper()}{text[1:]}")
         details = failed.details if failed is not None and text == failed.reason else ""
         if details:
             details = f'<details class="fsdp-details"><summary>Details</summary><pre>{escape(details)}</pre></details>'
         put(self.message, "value", f'<span role="alert">{said}</span>{details}' if text else "")
         put(self._notice.layout, "display", "" if text else HIDDEN)
-        for answer in self._answers:
-            put(answer.layout, "display", "" if self._question else HIDDEN)
 
     def _check(self, spec: Spec) -> None:
         """Checks what a Spec cannot of its workload. The last valid one is remembered: most choices do not change it."""

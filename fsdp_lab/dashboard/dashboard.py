@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
-from dataclasses import dataclass
 
 import ipywidgets as widgets
 
@@ -17,8 +15,8 @@ from fsdp_lab.dashboard.controls import Controls
 from fsdp_lab.dashboard.feed import Feed
 from fsdp_lab.dashboard.forms import InputForm, answer_while_busy, close_all, display_widget, error_text, styled
 from fsdp_lab.dashboard.lab_like import LabLike
-from fsdp_lab.dashboard.live import Latency, LiveView
-from fsdp_lab.dashboard.opened_forms import DiagnosisBox, HostsForm, SweepForm, WritingForm
+from fsdp_lab.dashboard.live import LiveView
+from fsdp_lab.dashboard.opened_forms import DiagnosisBox, SweepForm, WritingForm
 from fsdp_lab.dashboard.safety import SafetyBox
 from fsdp_lab.dashboard.slow_motion import SlowMotionBox
 from fsdp_lab.runs import Comparison, WatchedRun
@@ -29,23 +27,6 @@ TICK_S = 0.1
 SHOWN = "_shown_dashboard"  # the lab's attribute that holds its dashboard, so that a cell run again replaces it
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TickCost:
-    """The time of the tick thread since the dashboard was made, or since `Dashboard.reset_measurements`."""
-
-    ticks: int
-    cpu_s: float
-    wall_s: float
-
-    @property
-    def share_of_core(self) -> float:
-        return self.cpu_s / self.wall_s if self.wall_s else 0.0
-
-    def __str__(self) -> str:
-        each = 1e3 * self.cpu_s / max(1, self.ticks)
-        return f"{self.ticks:,} ticks in {self.wall_s:.1f} s: {100 * self.share_of_core:.1f} % of a core, {each:.1f} ms each"
 
 
 class Dashboard:
@@ -64,25 +45,21 @@ class Dashboard:
         self._sweep_form = SweepForm(lab, self._wanted)
         self._safety = SafetyBox(lab, begin=lambda start: self._controls.begin(start))
         self._writing = WritingForm(lab)
-        self._hosts = HostsForm(lab, choose=lambda values: self._controls.accept(values))
-        forms = [self._sweep_form.widget, self._writing.widget, self._hosts.widget]
-        self._controls = Controls(lab, forms, self._safety.options)
+        self._controls = Controls(lab, [self._sweep_form.widget, self._writing.widget], self._safety.options)
         keep = "Keep this run's curves and figures to compare other runs with"
         self._controls.add_button("Pin", "thumb-tack", keep, self.pin)
         side_by_side = "Train several strategies side by side"
         self._controls.add_button("Compare…", "columns", side_by_side, self._sweep_form.toggle)
         self._controls.add_button("Write…", "pencil", "Have the model continue a text", self._writing.toggle)
-        self._controls.add_button("Hosts…", "server", "Start the ranks on other hosts", self._hosts.toggle)
         self._feed = Feed(lab, self._live, self._board, ComparisonCard(self._press), self._wanted)
-        self._slow = SlowMotionBox(lab, wanted=self._controls.slow_motion_spec, accept=self._controls.accept)
+        self._slow = SlowMotionBox(lab, wanted=self._controls.slow_motion_spec)
         self.diagnosis = DiagnosisBox(choose=self._controls.accept)
         shown = [self._controls.widget, self._safety.widget, self.diagnosis.widget, self._live, self._slow.widget]
         self._box = styled(widgets.VBox(shown), "fsdp-lab")
-        below = (self._writing, self._hosts, self._safety, self._slow, self.diagnosis)
+        below = (self._writing, self._safety, self._slow, self.diagnosis)
         self._forms: tuple[InputForm, ...] = (self._controls, self._sweep_form, *below)
         answer_while_busy([self._live, *(widget for form in self._forms for widget in form.inputs)])
         self._halt = threading.Event()
-        self.reset_measurements()
         self._thread = threading.Thread(target=self._tick_until_closed, name="fsdp-lab-dashboard", daemon=True)
         self._thread.start()
         vars(lab)[SHOWN] = self
@@ -98,8 +75,8 @@ class Dashboard:
         """To be put into a layout of your own."""
         return self._box
 
-    def pin(self, run: RunView | None = None, label: str | None = None) -> str:
-        """Keeps a run as it is now, to compare others with; returns its label, A to H or your own.
+    def pin(self, run: RunView | None = None) -> str:
+        """Keeps a run as it is now, to compare others with; returns its label, A to H.
 
         Its curves, of the whole run, stay under the live ones; its figures are of the steps since the last change of
         strategy, so that pinning before and after a switch compares the two. Pins last until they are unpinned.
@@ -107,9 +84,9 @@ class Dashboard:
         Args:
             run: a live or a stored one; None: the one that is shown.
 
-        Raises ArgumentError: there is nothing to pin, eight are pinned already, or the label is taken.
+        Raises ArgumentError: there is nothing to pin, or eight are pinned already.
         """
-        return self._board.pin(run, label)
+        return self._board.pin(run)
 
     def unpin(self, label: str) -> None:
         """Removes a pin, or a row of a sweep that is over. Raises ArgumentError: there is none of this label."""
@@ -134,19 +111,6 @@ class Dashboard:
         except FieldError as e:  # a row of a page that is out of date, or of a sweep in progress
             self._controls.say(error_text(e))
 
-    def latency(self) -> Latency:
-        """Returns the time from the end of a step in its rank to its pixels."""
-        return self._live.latency()
-
-    def cost(self) -> TickCost:
-        """Returns the time that the kernel spends on the display."""
-        return TickCost(ticks=self._ticks, cpu_s=self._cpu_s, wall_s=time.monotonic() - self._since_s)
-
-    def reset_measurements(self) -> None:
-        """`latency` and `cost` start again from zero."""
-        self._ticks, self._cpu_s, self._since_s = 0, 0.0, time.monotonic()
-        self._live.forget_latency()
-
     @property
     def closed(self) -> bool:
         return self._halt.is_set()
@@ -168,14 +132,12 @@ class Dashboard:
         """Ticks at most ten times a second. A failing tick is logged, once in a row, and does not end the display."""
         failing = False
         while not self._halt.wait(TICK_S) and not self.lab.closed:
-            began_s = time.thread_time()
             try:
                 events = self._feed.tick()
                 run = None if isinstance(self._feed.run, WatchedRun) else self._feed.run
                 self._controls.tick(run, events)
                 self._sweep_form.tick()
                 self._writing.tick()
-                self._hosts.tick()
                 self._safety.tick(run)
                 self.diagnosis.tick(self._feed.run)
                 self._slow.tick()
@@ -186,8 +148,6 @@ class Dashboard:
                     with contextlib.suppress(Exception):  # it may be the controls that fail
                         self._controls.say(f"The display failed: {type(e).__name__}: {e}")
                 failing = True
-            self._cpu_s += time.thread_time() - began_s
-            self._ticks += 1
         if not self._halt.is_set():
             for form in self._forms:
                 form.retire()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.base.formatting import duration
-from fsdp_lab.dashboard.board import Board, BoardView, ComparisonCard, Kind
+from fsdp_lab.dashboard.board import Board, BoardView, ComparisonCard
 from fsdp_lab.dashboard.fields import short_value
 from fsdp_lab.dashboard.lab_like import LabLike, active_sweep, shown_run
 from fsdp_lab.dashboard.live import LiveView, Scene
@@ -32,8 +31,6 @@ from fsdp_lab.spec.describe import describe_changes, describe_field, describe_st
 from fsdp_lab.spec.loops import Trained, WatchedLoop
 from fsdp_lab.spec.spec import Spec
 
-MOST_WAITING = 16  # runs of a sweep whose panels are kept; those of further runs are rebuilt from their first step
-MOST_PREDICTIONS = 32  # that are remembered
 RETRY_S = 3.0  # after which a missing time is predicted again, because the lab may have been calibrated
 
 log = logging.getLogger(__name__)
@@ -45,8 +42,7 @@ class Predictor:
     def __init__(self, lab: LabLike) -> None:
         self._lab = lab
         self._lock = threading.Lock()
-        # Spec id -> prediction, retry time.
-        self._made: OrderedDict[str, tuple[Prediction | None, float]] = OrderedDict()
+        self._made: dict[str, tuple[Prediction | None, float]] = {}  # Spec id -> prediction, retry time
         self._busy = False
 
     def of(self, spec: Spec) -> tuple[Prediction | None, bool]:
@@ -70,9 +66,6 @@ class Predictor:
             log.exception("nothing could be predicted of %s", spec.workload.model)
         with self._lock:
             self._made[spec.id] = (prediction, retry_s)
-            self._made.move_to_end(spec.id)
-            while len(self._made) > MOST_PREDICTIONS:
-                self._made.popitem(last=False)
             self._busy = False
 
     def _predict(self, spec: Spec) -> Prediction:
@@ -84,8 +77,7 @@ class Predictor:
         samples = spec.global_batch
         return Prediction(
             spec_id=spec.id,
-            at_peak=memory.at_peak,
-            host_bytes=memory.host_bytes,
+            peak_bytes=memory.at_peak.total_bytes,
             step_time_s=step_time_s,
             tokens=samples * spec.workload.seq_len if is_language(spec.workload) else samples,
         )
@@ -97,9 +89,6 @@ class Stage:
     def __init__(self, world_size: int) -> None:
         self.cursor = 0
         self.attempt: int | None = None  # that is drawn (see `runs.steps`); None: no step is
-        self.begin(world_size)
-
-    def begin(self, world_size: int) -> None:
         self.world_size = world_size
         self.assembler = Assembler()
         self.last: Step | None = None
@@ -135,8 +124,8 @@ class Feed:
     """Gives the panels what is new of the run that is shown, and sends one message.
 
     Another run, another world size, or ranks that restart from an earlier step get new panels: a plot shows one thing, and
-    only steps that count. In a sweep each run has panels of its own until it is over; those of the run whose turn it is
-    replace the former one's in the same pictures, so that the page rebuilds nothing.
+    only steps that count. In a sweep the panels of the run whose turn it is replace the former one's in the same pictures,
+    so that the page rebuilds nothing.
     """
 
     def __init__(
@@ -148,7 +137,6 @@ class Feed:
         self._run: Run | WatchedRun | None = None
         self._compared = (board.shown, False)
         self._stage = Stage(lab.spec.world_size)
-        self._waiting: dict[str, Stage] = {}  # of a sweep's runs whose turn it is not
         self._display(swap=False)
 
     @property
@@ -177,7 +165,7 @@ class Feed:
             if is_made:
                 self._stage.predict(prediction)
         self._compare(self._board.tick())
-        self._live.flush([e.end_unix_s for e in events])
+        self._live.flush()
         return events
 
     def _chosen(self) -> Spec:
@@ -189,19 +177,14 @@ class Feed:
 
     def _turn_to(self, run: Run | WatchedRun) -> None:
         sweep = self._lab.sweep
-        sweeping = active_sweep(self._lab) is not None
-        if not sweeping:
-            self._waiting.clear()
-        elif self._run is not None and len(self._waiting) < MOST_WAITING:
-            self._waiting[self._run.id] = self._stage
         shape, first = self._stage.world_size, self._run is None
         self._run = run
         # The empty panels are for it, so that the page rebuilds nothing. A watched loop was not predicted.
         if first and run.spec.world_size == shape and not isinstance(run, WatchedRun):
             follow_spec(self._stage.frame, run.spec)
             return
-        self._stage = self._waiting.pop(run.id) if run.id in self._waiting else Stage(run.spec.world_size)
-        in_sweep = sweep is not None and (sweeping or run in sweep.runs)  # its last turn may be shown when it is over
+        self._stage = Stage(run.spec.world_size)
+        in_sweep = sweep is not None and (not sweep.done or run in sweep.runs)  # or it was the last turn
         self._display(swap=in_sweep and self._stage.world_size == shape)
 
     def _follow(self, run: Run | WatchedRun, events: Sequence[StepEvent]) -> None:
@@ -209,12 +192,11 @@ class Feed:
         are given all the steps that still count."""
         stage, switches, attempt = self._stage, list(run.switches), run.events.attempt
         ranks = switches[-1].after.world_size if switches else stage.world_size
-        held: list[int | None] = []
         if (attempt, ranks) != (stage.attempt, stage.world_size):
             same_ranks = ranks == stage.world_size
             if stage.attempt is not None or not same_ranks:
-                held = [pin.step if (pin := panel.captions().pin) and pin.held else None for panel in stage.timelines]
-                stage.begin(ranks)
+                stage, cursor = Stage(ranks), stage.cursor
+                self._stage, stage.cursor = stage, cursor
                 self._display(swap=same_ranks)
             stage.attempt = attempt
             events = [e for step in drawn_of(run.events.steps(), ranks) for e in step.events]
@@ -223,14 +205,11 @@ class Feed:
             follow_spec(stage.frame, switches[-1].after)
             stage.frame.mark_all([(s.step, *describe(s)) for s in marked(switches)])
         stage.show(stage.assembler.add(events))
-        for panel, step in zip(stage.timelines, held, strict=False):
-            if step is not None:
-                panel.pin(step)
 
     def _compare(self, shown: BoardView) -> None:
         """Shows the board's comparison and curves, if they have changed."""
         sweep = self._lab.sweep
-        over = sweep is not None and sweep.done and any(e.kind is Kind.SWEEP for e in shown.entries)
+        over = sweep is not None and sweep.done and any(e.swept for e in shown.entries)
         if self._compared == (shown, over):
             return
         self._compared = (shown, over)

@@ -170,16 +170,12 @@ def offered(row: FieldRow, now: Chosen, value: Any) -> list[tuple[str, Any]]:
 _ROWS = {**rows_of(Strategy), **rows_of(Workload), **rows_of(Spec)}
 CONTROLS = _ROWS | {"model": replace(_ROWS["model"], choices=presets(below=OFFERED_PARAMETERS))}
 TITLES = ("Sharding", "Schedule", "Workload", "Training")
-BEFORE = {"accumulate": "sync", "micro_batch": "seq_len"}  # a field is declared after this one, and shown before it
 
 
 def controls_of(title: str, *, planned: bool = False) -> tuple[FieldRow, ...]:
-    """Returns the rows of a group in the order of their controls; `planned`: and then those of the what-if page alone."""
-    names = list(CONTROLS)
+    """Returns the rows of a group; `planned`: and then those of the what-if page alone."""
     rows = [row for row in CONTROLS.values() if row.group == title and (planned or not row.planned)]
-    return tuple(
-        sorted(rows, key=lambda row: (row.planned, names.index(BEFORE.get(row.name, row.name)), row.name not in BEFORE))
-    )
+    return tuple(sorted(rows, key=lambda row: row.planned))
 
 
 ALWAYS_TOLD = ("optimizer", "lr")  # of the group that is folded
@@ -274,11 +270,9 @@ class Control:
         self._choose(self.field.name, value)
 
 
-Offer = Callable[[Mapping[str, Any]], tuple[str, bool]]  # tells what a fix does to a run, and whether it can be applied
-
-
 class Group:
-    """A titled row of controls, and below it why a choice is refused, with a button that fixes it."""
+    """A titled row of controls, and below it why a choice is refused, with a button that fixes it. The group `FOLDED` is one
+    line that says what is not as it is by default, until its button, or a refusal, shows the controls."""
 
     def __init__(self, title: str, now: Chosen, accept: Callable[[Mapping[str, Any]], None]) -> None:
         rows = controls_of(title)
@@ -287,59 +281,39 @@ class Group:
         head = styled(widgets.HTML(f"<h4>{escape(title)}</h4>"), "fsdp-group-head")
         self.row = styled(widgets.Box([c.box for c in self.controls.values()]), "fsdp-group-row")
         self._words = styled(widgets.HTML(), "fsdp-refusal")
-        self.button = styled(widgets.Button(description="", layout=widgets.Layout(display="none")), "fsdp-fix")
+        self.button = styled(widgets.Button(description=""), "fsdp-fix")
         self.button.on_click(lambda _: accept(self._fix))
-        self.buttons = [self.button]
-        hidden = widgets.Layout(display="none")
-        self._line = styled(widgets.Box([self._words, self.button], layout=hidden), "fsdp-refusal-line")
-        self.box = styled(widgets.VBox([head, self.row, self._line]), "fsdp-group")
+        self._line = styled(widgets.Box([self._words, self.button]), "fsdp-refusal-line")
+        self.fold: widgets.Button | None = None
+        self.summary: widgets.HTML | None = None
+        parts = [head, self.row, self._line]
+        if title == FOLDED:
+            self.fold = fold = styled(widgets.Button(tooltip=f"Show or hide: {title}"), "fsdp-fold")
+            fold.on_click(lambda _: unfold(self.row, fold, self.row.layout.display == HIDDEN))
+            unfold(self.row, fold, False)
+            self.summary = styled(widgets.HTML(), "fsdp-state-line", "fsdp-soft")
+            parts.insert(1, styled(widgets.Box([fold, self.summary]), "fsdp-fold-line"))
+        self.box = styled(widgets.VBox(parts), "fsdp-group", *["fsdp-folds"] * (title == FOLDED))
 
-    def explain(self, choices: Choices[Any], offer: Offer) -> None:
+    def explain(self, choices: Choices[Any]) -> None:
         """Shows the reasons of this group's refusals, and the fix if there is one."""
-        refused = [(n, choices.notes[n]) for n in self.controls if n in choices.held and n in choices.notes]
-        self._fix = {}
-        for name, note in refused:
-            if note.fix:
-                self._fix = {name: choices.held[name], **note.fix}
+        refused = {
+            name: choices.notes[name] for name in self.controls if name in choices.held and name in choices.notes
+        }
+        fixed = [{name: choices.held[name], **note.fix} for name, note in refused.items() if note.fix]
+        self._fix = fixed[-1] if fixed else {}
         more = {n: v for n, v in self._fix.items() if n not in choices.held or v != choices.held[n]}
         label = fix_text(more, choices.held)
-        effect, possible = offer(more) if more else ("", True)
-        reasons = "<br>".join(escape(note.why) for _, note in refused)
-        text = " ".join(filter(None, [reasons, escape(effect)]))
-        put(self._words, "value", text)
+        put(self._words, "value", "<br>".join(escape(note.why) for note in refused.values()))
         put(self.button, "description", label)
-        put(self.button, "disabled", not possible)
-        put(self.button, "tooltip", effect)
-        put(self.button.layout, "display", "" if label else "none")
-        put(self._line.layout, "display", "" if text else "none")
-
-
-class FoldedGroup(Group):
-    """One line that says what is not as it is by default, with a button that shows the controls; so does a refusal."""
-
-    def __init__(self, title: str, now: Chosen, accept: Callable[[Mapping[str, Any]], None]) -> None:
-        super().__init__(title, now, accept)
-        self.fold = styled(widgets.Button(tooltip=f"Show or hide: {title}"), "fsdp-fold")
-        self.fold.on_click(lambda _: unfold(self.row, self.fold, self.row.layout.display == HIDDEN))
-        self.buttons.append(self.fold)
-        self.summary = styled(widgets.HTML(), "fsdp-state-line", "fsdp-soft")
-        head, *rest = self.box.children
-        self.box.children = [head, styled(widgets.Box([self.fold, self.summary]), "fsdp-fold-line"), *rest]
-        styled(self.box, "fsdp-folds")
-        unfold(self.row, self.fold, False)
-
-    def explain(self, choices: Choices[Any], offer: Offer) -> None:
-        super().explain(choices, offer)
-        if any(name in choices.held for name in self.controls):
-            unfold(self.row, self.fold, True)
-        now, usual = choices.wanted.flat(), Spec().flat()
-        told = [n for n in self.controls if n in ALWAYS_TOLD or now[n] != usual[n]]
-        put(self.summary, "value", escape(" · ".join(value_text(CONTROLS[n], now[n]) for n in told)))
-
-
-def groups_of(now: Chosen, accept: Callable[[Mapping[str, Any]], None]) -> list[Group]:
-    """All controls of a lab."""
-    return [(FoldedGroup if title == FOLDED else Group)(title, now, accept) for title in TITLES]
+        put(self.button.layout, "display", "" if label else HIDDEN)
+        put(self._line.layout, "display", "" if refused else HIDDEN)
+        if self.fold is not None and self.summary is not None:
+            if refused:
+                unfold(self.row, self.fold, True)
+            now, usual = choices.wanted.flat(), Spec().flat()
+            told = [n for n in self.controls if n in ALWAYS_TOLD or now[n] != usual[n]]
+            put(self.summary, "value", escape(" · ".join(value_text(CONTROLS[n], now[n]) for n in told)))
 
 
 def _key(value: Any) -> Any:

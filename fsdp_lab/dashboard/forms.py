@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import ipywidgets as widgets
 
 from fsdp_lab.base.errors import FieldError
-from fsdp_lab.dashboard.lab_like import LabLike
 
 Styled = TypeVar("Styled", bound=widgets.Widget)
 HIDDEN = "none"  # a value of Layout.display
@@ -27,6 +26,7 @@ class InputForm:
 
     def __init__(self) -> None:
         self.inputs: list[widgets.Widget] = []
+        self._asker: threading.Thread | None = None
 
     def button(self, text: str, icon: str, tooltip: str, press: Callable[[], Any]) -> widgets.Button:
         button = widgets.Button(description=text, icon=icon, tooltip=tooltip)
@@ -50,6 +50,15 @@ class InputForm:
         except Exception as e:
             self.say(error_text(e), wrong=True)
 
+    @property
+    def is_asking(self) -> bool:
+        return self._asker is not None and self._asker.is_alive()
+
+    def ask_lab(self, ask: Callable[[], Any]) -> None:
+        """Asks the lab, or its run, which answers between steps, in a thread of its own; an error is shown."""
+        self._asker = threading.Thread(target=self.attempt, args=(ask,), name="fsdp-lab-ask", daemon=True)
+        self._asker.start()
+
     def say(self, text: str, *, wrong: bool = False) -> None:
         put(self.message, "value", status(text, wrong=wrong))
 
@@ -61,24 +70,6 @@ class InputForm:
         for widget in self.inputs:
             if widget.has_trait("disabled"):
                 widget.disabled = True
-
-
-class AskingForm(InputForm):
-    """Asks the lab, or its active run, which answers between steps, and shows the answer."""
-
-    def __init__(self, lab: LabLike) -> None:
-        super().__init__()
-        self._lab = lab
-        self._asker: threading.Thread | None = None
-
-    @property
-    def is_asking(self) -> bool:
-        return self._asker is not None and self._asker.is_alive()
-
-    def ask_lab(self, ask: Callable[[], Any]) -> None:
-        """Asks in a thread of its own; an error is shown."""
-        self._asker = threading.Thread(target=self.attempt, args=(ask,), name="fsdp-lab-ask", daemon=True)
-        self._asker.start()
 
 
 def put(widget: Any, name: str, value: Any) -> None:

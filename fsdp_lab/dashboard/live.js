@@ -229,7 +229,7 @@ function legendEntry({ label, token, color, hatch = " " }) {
   return entry;
 }
 
-/** A table of words; a cell is text, or {text, title, tone, key, parts, whisker, press, about, pressed}. */
+/** A table of words; a cell is text, or {text, title, tone, key, press, about, pressed}. */
 class FigureTable {
   constructor(press) {
     this.press = press;
@@ -286,25 +286,6 @@ class FigureTable {
     if (cell.key) words.append(legendEntry(cell.key).firstChild);
     words.append(element("span", "fsdp-text", cell.text));
     at.replaceChildren(words);
-    if (cell.parts.length) at.append(this.bar(cell));
-  }
-
-  bar({ parts, whisker }) {
-    const bar = element("div", "fsdp-shares");
-    for (const { share, token, hatch } of parts) {
-      const part = element("i", "fsdp-swatch");
-      part.dataset.token = token;
-      part.dataset.hatch = hatch;
-      part.style.width = `${100 * share}%`;
-      bar.append(part);
-    }
-    if (whisker) {
-      const line = element("b", "fsdp-whisker");
-      line.style.left = `${100 * whisker[0]}%`;
-      line.style.width = `${100 * (whisker[1] - whisker[0])}%`;
-      bar.append(line);
-    }
-    return bar;
   }
 }
 
@@ -578,7 +559,7 @@ class View {
       if (this.gone) return;
       this.drawAgainMs = DRAW_AGAIN_MS;
       this.root.dataset.painted = String(news.seq);
-      this.tell("ack", { seq: news.seq, painted_unix_s: Date.now() / 1000, text: this.text });
+      this.tell("ack", { seq: news.seq, text: this.text });
       if (whole) this.pump();
       else this.mount();
     }));

@@ -4,7 +4,7 @@ Other widgets would not do: jupyter_bokeh contains no BokehJS and stops working 
 with the page. Here the widget's state holds BokehJS and a first picture when it is displayed, so that it is drawn even
 while the kernel is busy with the next cell. The page then mounts: it gets a snapshot of everything, and after that what is
 new, with at most two messages unacknowledged. It acknowledges after painting, so a slow page gets fewer and larger
-messages, and the latency is measured. After the first mount the state is empty: later views request BokehJS.
+messages. After the first mount the state is empty: later views request BokehJS.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import gzip
 import json
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -38,24 +37,6 @@ BOKEH_JS = Path(bokeh.__file__).parent / "server/static/js/bokeh.min.js"  # 1.3 
 MOST_UNACKNOWLEDGED = 2
 SILENCE_S = 2.0  # after which a view that owes an acknowledgement no longer delays the others
 FORGET_S = 60.0  # after which it is removed, until it sends a message again
-
-
-@dataclass(frozen=True, kw_only=True)
-class Latency:
-    """Quantiles over `events` of the time from the end of a step in its rank to its pixels; NaN where there are none. A
-    rank stamps its event with the wall clock, and the page its acknowledgement. On one machine that is one clock;
-    across machines the latency is only as exact as their clocks agree."""
-
-    events: int
-    p50_s: float
-    p95_s: float
-    worst_s: float
-
-    def __str__(self) -> str:
-        if not self.events:
-            return "no event has been painted yet"
-        ms = [f"{1e3 * s:.0f} ms" for s in (self.p50_s, self.p95_s, self.worst_s)]
-        return f"rank to pixel over {self.events:,} events: median {ms[0]}, p95 {ms[1]}, worst {ms[2]}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,40 +95,6 @@ class Scene:
         }
 
 
-class Stamps:
-    """The times at which events ended, until they are painted: of those that wait for a message, then by message."""
-
-    def __init__(self, *, keep: int = 5000, keep_messages: int = 64) -> None:
-        self._waiting: deque[float] = deque(maxlen=keep)
-        self._sent: dict[int, list[float]] = {}
-        self._keep_messages = keep_messages
-        self._seconds: deque[float] = deque(maxlen=keep)
-
-    def wait(self, ends_unix_s: Sequence[float]) -> None:
-        self._waiting.extend(ends_unix_s)
-
-    def sent(self, seq: int) -> None:
-        """The waiting events are in message `seq`."""
-        self._sent[seq] = list(self._waiting)
-        self._waiting.clear()
-        while len(self._sent) > self._keep_messages:
-            del self._sent[next(iter(self._sent))]
-
-    def painted(self, seq: int, painted_unix_s: float) -> None:
-        """All messages up to `seq` are on the screen. Those that another view has painted are not counted again."""
-        for number in [n for n in self._sent if n <= seq]:
-            self._seconds.extend(painted_unix_s - end for end in self._sent.pop(number))
-
-    def forget(self) -> None:
-        self._seconds.clear()
-
-    def latency(self) -> Latency:
-        if not self._seconds:
-            return Latency(events=0, p50_s=np.nan, p95_s=np.nan, worst_s=np.nan)
-        p50, p95, worst = np.quantile(np.array(self._seconds), [0.5, 0.95, 1.0])
-        return Latency(events=len(self._seconds), p50_s=float(p50), p95_s=float(p95), worst_s=float(worst))
-
-
 @dataclass(kw_only=True)
 class _View:
     """One mounted page of the widget."""
@@ -183,10 +130,8 @@ class LiveView(anywidget.AnyWidget):
         self._sent = _Sent()
         self._seq = 0
         self._sent_s = 0.0
-        self._stamps = Stamps()
         self._closed = False
         self._was_mounted = False
-        self.ticks_held = 0  # because the page had not painted yet
         super().__init__()
         self.on_msg(self._on_message)
 
@@ -220,12 +165,9 @@ class LiveView(anywidget.AnyWidget):
                 source.generation = max(source.generation, at[source.name] + 1)
             self._scene = scene
 
-    def flush(self, ends_unix_s: Sequence[float] = ()) -> bool:
-        """Sends what is new to all views in one message, unless a view has two to paint; returns whether it was sent.
-        `ends_unix_s` are the times at which the new events ended, for `latency`."""
+    def flush(self) -> bool:
+        """Sends what is new to all views in one message, unless a view has two to paint; returns whether it was sent."""
         with self._lock:
-            if self._views:
-                self._stamps.wait(ends_unix_s)
             if not self._may_send():
                 return False
             header, numbers = self._news()
@@ -233,19 +175,10 @@ class LiveView(anywidget.AnyWidget):
                 return False
             self._seq += 1
             self._sent_s = time.monotonic()
-            self._stamps.sent(self._seq)
             texts = [view.text for view in self._views.values()]
             tick = {"kind": "tick", "seq": self._seq, **header}
             self._say(tick, _bytes(numbers), as_text=any(texts), as_buffer=not all(texts))
             return True
-
-    def latency(self) -> Latency:
-        with self._lock:
-            return self._stamps.latency()
-
-    def forget_latency(self) -> None:
-        with self._lock:
-            self._stamps.forget()
 
     @property
     def views(self) -> int:
@@ -280,7 +213,6 @@ class LiveView(anywidget.AnyWidget):
                     forgotten = _View(acked=seq, last_message_s=time.monotonic(), text=bool(content.get("text")))
                     known = self._views.setdefault(view, forgotten)
                     known.acked = max(known.acked, seq)
-                    self._stamps.painted(seq, float(content["painted_unix_s"]))
                 case "pin":
                     step = content.get("step")
                     if (card := self._card(content)) is not None:
@@ -339,10 +271,7 @@ class LiveView(anywidget.AnyWidget):
         if not self._views or self._closed:
             return False
         owes = any(self._seq - v.acked >= MOST_UNACKNOWLEDGED for v in self._views.values())
-        if owes and now - self._sent_s < SILENCE_S:
-            self.ticks_held += 1
-            return False
-        return True
+        return not owes or now - self._sent_s >= SILENCE_S
 
     def _news(self) -> tuple[dict[str, Any], list[Numbers]]:
         """The header and the numbers of the next tick; an empty header if nothing is new."""

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from itertools import pairwise
 from typing import Any
 
 import ipywidgets as widgets
 
 from fsdp_lab.base.errors import FieldError
-from fsdp_lab.base.formatting import duration, size
+from fsdp_lab.base.formatting import duration, plural, size
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.dashboard.forms import (
     HIDDEN,
-    AskingForm,
     InputForm,
     error_text,
     field,
@@ -32,7 +30,6 @@ from fsdp_lab.dashboard.forms import (
 )
 from fsdp_lab.dashboard.lab_like import LabLike, active_run
 from fsdp_lab.runs import EvalConfig, Incident, RecoveryPolicy, Run, RunState, WatchedRun
-from fsdp_lab.runs.recovery import CHECKPOINT
 from fsdp_lab.runs.run import Drill
 from fsdp_lab.runs.saving import LAST, CheckpointConfig, SavedCheckpoint
 from fsdp_lab.spec.checkpoint_format import Checkpoint
@@ -41,8 +38,7 @@ from fsdp_lab.spec.faults import DRILLS
 FOLDER = "checkpoints"
 EVERY_STEPS = 100
 OFF, ASKED, EVERY = "off", "on demand and at the end", "every n steps"
-SHOWN = 3  # saves in the table
-HEADS = ("step", "size", "training paused", "write time", "")
+SHOWN = 3  # saves, and incidents
 NOTHING = "No checkpoint yet. These settings take effect at Start, which creates the folder."
 LATER = "Takes effect at the next start"
 EVAL_EVERY_STEPS = 50
@@ -50,12 +46,12 @@ NEVER = 0
 NO_EVALUATION = "Results are drawn in the loss card. With checkpoints on, the best one is kept."
 ON_FAILURE = (("off: the run fails", "off"), ("ask: wait for a decision", "ask"), ("automatic", "auto"))
 RESUME_ON = (("same number of ranks", "same"), ("remaining ranks", "fewer"))
-MOST_INCIDENTS = 5
-NO_INCIDENT = (
-    "No rank has failed in this run. If one does, this shows when it was noticed, when the other ranks were released, "
-    "when training resumed, and from what."
-)
-UNFINISHED = {"broken": "waits for Recover or Stop", "recovering": "is being recovered", "stopping": "is given up"}
+NO_INCIDENT = "No rank has failed in this run. If one does, this says why, from what training resumed, and how soon."
+UNFINISHED = {
+    "broken": "The run waits for Recover or Stop.",
+    "recovering": "The run is being recovered.",
+    "stopping": "The run is given up.",
+}
 SAID = "Why is said above. Recover it, or press Start."
 LASTING = "slow"  # the only drill whose effect lasts until it is ended
 
@@ -73,49 +69,59 @@ class SafetyBox(InputForm):
             lab, lambda folder: begin(lambda changes: lab.resume(folder, **self.options(), **changes))
         )
         self._evaluation = EvaluationForm()
-        self._recovery = RecoveryForm(lab, self._complain)
+        self._how = self.dropdown("when ranks fail", ON_FAILURE, "ask", LATER)
+        self._ranks = self.dropdown("resume on", RESUME_ON, "same", LATER)
         self._drill = DrillForm(lab)
-        self._forms = (self._saving, self._evaluation, self._recovery, self._drill)
+        self._forms = (self._saving, self._evaluation, self._drill)
         head = styled(widgets.HTML("<h4>Safety</h4>"), "fsdp-slow-head")
         folded = "Checkpoints, evaluation, recovery, incidents, drills"
         self._fold = self.button("Show", "angle-down", folded, self.toggle)
         self._fold.add_class("fsdp-fold")
         self.message = styled(widgets.HTML(), "fsdp-state-line")
-        bar = styled(widgets.Box([head, self._fold, self.message, *self._recovery.buttons]), "fsdp-bar")
-        beside = widgets.VBox([self._evaluation.widget, self._recovery.widget, self._drill.widget])
+        same = "Replace the lost ranks and resume"
+        fewer = "Resume on the ranks that remain, with the same global batch where it divides"
+        self._same = self.button("Recover", "medkit", same, lambda: lab.recover("same"))
+        self._fewer = self.button("Resume on fewer ranks", "minus-circle", fewer, lambda: lab.recover("fewer"))
+        self._same.button_style = "primary"
+        bar = styled(widgets.Box([head, self._fold, self.message, self._same, self._fewer]), "fsdp-bar")
+        recovery = section("Recovery", [row([field(self._how), field(self._ranks)])])
+        beside = widgets.VBox([self._evaluation.widget, recovery, self._drill.widget])
         forms = styled(widgets.Box([self._saving.widget, beside]), "fsdp-safety-forms")
-        hidden = widgets.Layout(display=HIDDEN)
-        self._body = styled(widgets.VBox([forms, self._recovery.incidents], layout=hidden), "fsdp-safety-body")
+        self._incidents = text_line("fsdp-incidents")
+        parts = [forms, section("Incidents", [self._incidents])]
+        self._body = styled(widgets.VBox(parts, layout=widgets.Layout(display=HIDDEN)), "fsdp-safety-body")
         self.widget = styled(widgets.VBox([bar, self._body]), "fsdp-safety")
         self.inputs += [widget for form in self._forms for widget in form.inputs]
         self.tick(None)
 
     def options(self) -> dict[str, Any]:
         """Returns how the next run is saved, evaluated and recovered. Raises FieldError, which the card shows as well."""
-        save, recover = self._saving.config(), self._recovery.policy()
-        return {"save": save, "recover": recover, "evaluate": self._evaluation.config()}
+        recover = RecoveryPolicy(how=self._how.value, ranks=self._ranks.value)
+        return {"save": self._saving.config(), "recover": recover, "evaluate": self._evaluation.config()}
 
     def toggle(self) -> None:
         unfold(self._body, self._fold, self._body.layout.display == HIDDEN)
 
-    def _complain(self, text: str) -> None:
-        self._complaint = text
-        run = self._lab.current
-        self._show(None if isinstance(run, WatchedRun) else run)
+    def say(self, text: str, *, wrong: bool = False) -> None:
+        """Shows why a run could not be recovered."""
+        self._complaint, run = text, self._lab.current
+        self.tick(None if isinstance(run, WatchedRun) else run)
 
     def tick(self, run: Run | None) -> None:
-        """Follows `run`, the one that is shown."""
+        """Follows `run`, the one that is shown; shows the buttons where they are of use."""
         for form in self._forms:
             form.tick(run)
-        self._show(run)
-
-    def _show(self, run: Run | None) -> None:
+        incidents = run.incidents if run is not None else ()
+        put(self._incidents, "value", incidents_list(incidents, run.state if run is not None else RunState.STARTING))
+        waits = run is not None and run is self._lab.current and can_recover(run)
+        for button, visible in ((self._same, waits), (self._fewer, waits and len(self._lab.lost) > 0)):
+            put(button.layout, "visibility", "visible" if visible else "hidden")  # the layout stays as it is
         if run is None or not (run.state is RunState.RECOVERING or can_recover(run)):
             self._complaint = ""
-            count = len(run.incidents) if run is not None else 0
-            incidents = f"{count} incident{'s' * (count != 1)}" if count else "no incident"
-            parts = (self._saving.summary, self._evaluation.summary, self._recovery.summary, incidents)
-            self.say(" · ".join(filter(None, parts)))
+            count = plural(len(incidents), "incident") if incidents else "no incident"
+            recovery = f"recovery: {'automatic' if self._how.value == 'auto' else self._how.value}"
+            parts = (self._saving.summary, self._evaluation.summary, recovery, count)
+            put(self.message, "value", status(" · ".join(filter(None, parts))))
             return
         state = run.state.value
         badge = f'<span class="fsdp-state fsdp-state-{state}">{state}</span> '
@@ -124,15 +130,16 @@ class SafetyBox(InputForm):
 
     def retire(self) -> None:
         """Disables all but the fold: what is in the card can still be read."""
-        for form in self._forms:
-            form.retire()
+        super().retire()
+        self._fold.disabled = False
 
 
-class SavingForm(AskingForm):
+class SavingForm(InputForm):
     """`config` is what is chosen; `resume` starts a run from the newest checkpoint in a folder."""
 
     def __init__(self, lab: LabLike, resume: Callable[[str], None]) -> None:
-        super().__init__(lab)
+        super().__init__()
+        self._lab = lab
         self._start = resume
         self._folder = self.add(
             widgets.Text(value=FOLDER, description="folder", tooltip="Where checkpoints go", continuous_update=False)
@@ -191,32 +198,20 @@ class SavingForm(AskingForm):
         put(self._last, "disabled", self._when.value == OFF)
         put(self._save, "disabled", busy or self._lab.current is None)
         put(self._resume, "disabled", active is not None)
-        put(self._list, "value", saves_table(run.saves if run is not None else ()))
+        put(self._list, "value", saves_list(run.saves if run is not None else ()))
 
 
-def saves_table(saves: Sequence[SavedCheckpoint]) -> str:
-    """The newest saves as a table, newest first."""
+def saves_list(saves: Sequence[SavedCheckpoint]) -> str:
+    """The newest saves, newest first."""
     if not saves:
         return status(NOTHING)
-    heads = "".join(f"<th>{head}</th>" for head in HEADS)
-    rows = "".join(_row(saved) for saved in list(saves)[: -SHOWN - 1 : -1])
-    more = len(saves) - SHOWN
-    under = f'<div class="fsdp-soft">and {more:,} before</div>' if more > 0 else ""
-    return f'<table class="fsdp-saves"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>{under}'
-
-
-def _row(saved: SavedCheckpoint) -> str:
-    paused = duration(saved.stall_s)
-    if saved.pending:
-        cells = (f"{saved.step:,}", "", paused, "…", "is being written")
-    elif saved.path is None:
-        words = f'<span class="fsdp-refused">{escape(saved.words[0].upper() + saved.words[1:])}</span>'
-        return f'<tr><td>{saved.step:,}</td><td colspan="4">{words}</td></tr>'
-    else:
-        kind = "" if saved.kind == "step" else saved.kind
-        cells = (f"{saved.step:,}", size(saved.nbytes), paused, duration(saved.seconds or 0.0), kind)
-    tip = escape(str(saved.path or ""))
-    return f'<tr title="{tip}">{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+    lines = []
+    for saved in saves[: -SHOWN - 1 : -1]:
+        cost = (
+            f": {size(saved.nbytes)}, training paused for {duration(saved.stall_s)}" if saved.path is not None else ""
+        )
+        lines.append(escape(f"{saved.words[0].upper()}{saved.words[1:]}{cost}."))
+    return _lines(lines, len(saves))
 
 
 class EvaluationForm(InputForm):
@@ -253,50 +248,6 @@ class EvaluationForm(InputForm):
             put(entry, "disabled", self._when.value == OFF)
         results = run.early_stopping.words(run.spec.workload) if run is not None else ""
         self.say(f"{results[0].upper()}{results[1:]}." if results else NO_EVALUATION)
-
-
-class RecoveryForm(InputForm):
-    """Chooses what a run does when its ranks fail; shows incidents, and apart from them `buttons` to recover a run, whose
-    errors `complain` shows."""
-
-    def __init__(self, lab: LabLike, complain: Callable[[str], None]) -> None:
-        super().__init__()
-        self._lab, self._complain = lab, complain
-        self._how = self.dropdown("when ranks fail", ON_FAILURE, "ask", LATER)
-        self._ranks = self.dropdown("resume on", RESUME_ON, "same", LATER)
-        same = "Replace the lost ranks and resume"
-        fewer = "Resume on the ranks that remain, with the same global batch where it divides"
-        self._same = self.button("Recover", "medkit", same, lambda: self.recover("same"))
-        self._fewer = self.button("Resume on fewer ranks", "minus-circle", fewer, lambda: self.recover("fewer"))
-        self._same.button_style = "primary"
-        self.buttons = (self._same, self._fewer)
-        self._incidents = text_line("fsdp-incidents")
-        self.widget = section("Recovery", [row([field(self._how), field(self._ranks)])])
-        self.incidents = section("Incidents", [self._incidents])
-        self.tick(None)
-
-    @property
-    def summary(self) -> str:
-        return f"recovery: {'automatic' if self._how.value == 'auto' else self._how.value}"
-
-    def policy(self) -> RecoveryPolicy:
-        return RecoveryPolicy(how=self._how.value, ranks=self._ranks.value)
-
-    def recover(self, ranks: str) -> None:
-        """Requests that the run resumes on the same ranks or on fewer. A failed run is replaced by a new one."""
-        self.say("")
-        self._lab.recover(ranks)
-
-    def say(self, text: str, *, wrong: bool = False) -> None:
-        self._complain(text)
-
-    def tick(self, run: Run | None) -> None:
-        """Shows the buttons where they are of use, and the incidents of `run`, the one that is shown."""
-        waits = run is not None and run is self._lab.current and can_recover(run)
-        for button, visible in ((self._same, waits), (self._fewer, waits and len(self._lab.lost) > 0)):
-            put(button.layout, "visibility", "visible" if visible else "hidden")  # the layout stays as it is
-        shown = (run.incidents, run.state) if run is not None else ((), RunState.STARTING)
-        put(self._incidents, "value", incidents_picture(*shown))
 
 
 def can_recover(run: Run) -> bool:
@@ -357,50 +308,18 @@ class DrillForm(InputForm):
         self.say("")
 
 
-def incidents_picture(incidents: Sequence[Incident], state: RunState) -> str:
-    """The newest incident as a small timeline, and up to four earlier ones, folded. A bar of stretches on one scale
-    shows what took longest; the seconds are written below it."""
+def incidents_list(incidents: Sequence[Incident], state: RunState) -> str:
+    """The newest incidents, newest first."""
     if not incidents:
         return f'<div class="fsdp-soft">{NO_INCIDENT}</div>'
-    newest, *others = list(incidents)[: -MOST_INCIDENTS - 1 : -1]
-    unfinished = "the run ended before it resumed" if state.over else "the first step is under way"
-    drawn = _drawn(newest, UNFINISHED.get(state.value, unfinished))
-    if not others:
-        return drawn
-    earlier = "".join(_drawn(incident, "did not resume") for incident in others)
-    more = f" of {len(incidents) - 1}" if len(incidents) > MOST_INCIDENTS else ""
-    return f'{drawn}<details class="fsdp-details"><summary>{len(others)}{more} before</summary>{earlier}</details>'
+    lines = [f"<b>step {incident.step:,}</b> · {prose(incident.words)}" for incident in incidents[: -SHOWN - 1 : -1]]
+    if incidents[-1].resumed_step is None:
+        unfinished = "The run ended before it resumed." if state.over else "The first step is under way."
+        lines[0] += f" {UNFINISHED.get(state.value, unfinished)}"
+    return _lines(lines, len(incidents))
 
 
-def moments(incident: Incident) -> list[tuple[str, float]]:
-    """Returns what happened, in order, with the seconds since the failure, or its detection if its time is not known."""
-    names = ("failed", "detected", "freed", "training again")
-    times = (incident.failed_unix_s, incident.detected_unix_s, incident.freed_unix_s, incident.resumed_unix_s)
-    known = [(name, unix_s) for name, unix_s in zip(names, times, strict=True) if unix_s is not None]
-    return [(name, max(0.0, unix_s - known[0][1])) for name, unix_s in known]
-
-
-def _drawn(incident: Incident, unfinished: str) -> str:
-    times = moments(incident)
-    head = f"<b>step {incident.step:,}</b> · {escape(incident.sentence)}"
-    bar = "".join(
-        f'<i class="fsdp-stretch" data-to="{name}" style="flex-grow:{max(at_s - before_s, 1e-6):.6f}"></i>'
-        for (_, before_s), (name, at_s) in pairwise(times)
-    )
-    seconds = [(name, duration(at_s) if at_s else "0 s") for name, at_s in times]
-    words = " → ".join(f'<span class="fsdp-moment" data-of="{n}">{n} <b>{at}</b></span>' for n, at in seconds)
-    if incident.resumed_unix_s is None:
-        bar += '<i class="fsdp-stretch" data-to="open"></i>'
-        words += f" → <span>{unfinished}</span>"
-    facts: list[str] = []
-    if incident.resumed_step is not None:
-        lost, before, after = incident.lost_steps, incident.ranks, incident.resumed_ranks
-        at = f" of step {incident.resumed_step:,}" if incident.source == CHECKPOINT else ""
-        again = f"{lost:,} step{'s' * (lost != 1)} trained again" if lost else "no step trained again"
-        ranks = f"{before} ranks" if before == after else f"{before} → {after} ranks"
-        facts = [f"Resumed from {incident.source}{at} · {again} · {ranks}", *incident.notes]
-    told = "".join(f"<div>{escape(fact)}.</div>" for fact in facts)
-    return (
-        f'<div class="fsdp-incident"><div>{head}</div><div class="fsdp-stretches" aria-hidden="true">{bar}</div>'
-        f'<div class="fsdp-moments">{words}</div><div class="fsdp-soft">{told}</div></div>'
-    )
+def _lines(newest: Sequence[str], count: int) -> str:
+    """Lines of HTML, and how many there are beside them."""
+    more = [f'<span class="fsdp-soft">and {count - SHOWN:,} before</span>'] if count > SHOWN else []
+    return "".join(f"<div>{line}</div>" for line in [*newest, *more])

@@ -14,8 +14,10 @@ def opened(show) -> DashboardPage:
     return show(DashboardPage)
 
 
-def test_start_toggle_refuse_stop(opened):
-    """A person's path: start, watch, change, be refused, take the way out, pause, stop."""
+def test_start_toggle_refuse_stop_look_and_scroll(opened):
+    """A person's path: start, watch, change, be refused, take the way out, pause, stop. Then axes and inks change with the
+    theme, both ways. In a low window the last plots are not in sight; their rows wait in the page and are there when it
+    scrolls. A range that the reader moves stays until a double click."""
     assert opened.state() == "ready"
     opened.start()
     opened.wait_step(20)
@@ -48,8 +50,8 @@ def test_start_toggle_refuse_stop(opened):
     opened.button("Continue").click()
     opened.wait_state("running")
     opened.choose("model", "gpt2-10m")
-    opened.page.locator(".fsdp-notice:visible", has_text="With another model training begins at step 0.").wait_for()
-    opened.page.locator("button", has_text="Keep the run").click()
+    opened.page.locator(".fsdp-notice:visible", has_text="With another model training begins at step 0").wait_for()
+    opened.choose("model", "gpt2-1m")
     opened.page.locator(".fsdp-notice").wait_for(state="hidden")
     opened.button("Stop").click()
     opened.button("Start over").wait_for()
@@ -57,6 +59,33 @@ def test_start_toggle_refuse_stop(opened):
         "continued",
         "gpt2-1m",
     ]
+
+    colours = """() => { const models = [...window.Bokeh.documents.at(-1)?.all_models ?? []];
+        const line = models.find(m => m.type === 'Line' && m.tags.some(t => t.tint?.line_color === 'ink.mean'));
+        const axis = models.find(m => m.type === 'LinearAxis');
+        return axis && line && [axis.axis_label_text_color, line.line_color.value ?? line.line_color] }"""
+    seen = {}
+    for theme in ("Light", "Dark", "Light"):
+        opened.notebook.theme(f"JupyterLab {theme}")
+        opened.page.wait_for_function(
+            "(dark) => document.querySelector('.fsdp-live').classList.contains('fsdp-dark') === dark",
+            arg=theme == "Dark",
+        )
+        now = opened.page.wait_for_function(colours).json_value()  # the plots may just be built anew
+        assert seen.setdefault(theme, now) == now
+    assert all(a != b for a, b in zip(seen["Light"], seen["Dark"], strict=True))
+    opened.page.set_viewport_size({"width": 1280, "height": 500})
+    opened.start()
+    opened.wait_step(3)
+    opened.page.evaluate(f"() => {model('frame.x')}.setv({{start: 1, end: 7}})")
+    opened.wait_step(55)  # beyond the first window: the axis would have grown
+    last = opened.stop()
+    assert opened.rows("loss.steps") < last
+    opened.page.locator(".fsdp-card-loss").scroll_into_view_if_needed()
+    opened.wait_steps_drawn(last)
+    assert opened.page.evaluate(f"() => [{model('frame.x')}.start, {model('frame.x')}.end]") == [1, 7]
+    opened.page.locator(".fsdp-card-memory .fsdp-plot").dblclick()
+    assert opened.page.evaluate(f"() => {model('frame.x')}.end") >= 100
 
 
 def test_all_that_can_be_pressed_answers_while_a_cell_is_busy(opened):
@@ -79,59 +108,11 @@ def test_all_that_can_be_pressed_answers_while_a_cell_is_busy(opened):
     busy.wait_for(state="detached")
 
 
-def test_the_theme_is_followed_live(opened):
-    """Axes and inks change with JupyterLab's theme, both ways, without a reload."""
-    colours = """() => { const models = [...window.Bokeh.documents.at(-1)?.all_models ?? []];
-        const line = models.find(m => m.type === 'Line' && m.tags.some(t => t.tint?.line_color === 'ink.mean'));
-        const axis = models.find(m => m.type === 'LinearAxis');
-        return axis && line && [axis.axis_label_text_color, line.line_color.value ?? line.line_color] }"""
-    seen = {}
-    for theme in ("Light", "Dark", "Light"):
-        opened.notebook.theme(f"JupyterLab {theme}")
-        opened.page.wait_for_function(
-            "(dark) => document.querySelector('.fsdp-live').classList.contains('fsdp-dark') === dark",
-            arg=theme == "Dark",
-        )
-        now = opened.page.wait_for_function(colours).json_value()  # the plots may just be built anew
-        assert seen.setdefault(theme, now) == now
-    assert all(a != b for a, b in zip(seen["Light"], seen["Dark"], strict=True))
-
-
-def test_plots_out_of_sight_catch_up_and_a_range_that_the_reader_moves_stays_until_a_double_click(opened):
-    """In a low window the last plots are not in sight; their rows wait in the page and are there when it scrolls."""
-    opened.page.set_viewport_size({"width": 1280, "height": 500})
-    opened.start()
-    opened.wait_step(3)
-    opened.page.evaluate(f"() => {model('frame.x')}.setv({{start: 1, end: 7}})")
-    opened.wait_step(55)  # beyond the first window: the axis would have grown
-    last = opened.stop()
-    assert opened.rows("loss.steps") < last
-    opened.page.locator(".fsdp-card-loss").scroll_into_view_if_needed()
-    opened.wait_steps_drawn(last)
-    assert opened.page.evaluate(f"() => [{model('frame.x')}.start, {model('frame.x')}.end]") == [1, 7]
-    opened.page.locator(".fsdp-card-memory .fsdp-plot").dblclick()
-    assert opened.page.evaluate(f"() => {model('frame.x')}.end") >= 100
-
-
-def test_a_cell_run_again_replaces_its_dashboard_and_two_views_agree(opened):
+def test_a_cell_run_again_replaces_its_dashboard_two_views_agree_and_what_is_gone_is_said_and_drawn_again(opened):
+    """JupyterLab may take the output out of the page while Bokeh embeds it; and the kernel may be restarted, which one
+    sentence says in place of an icon of ipywidgets' on each of its widgets."""
     page = opened.page
-    opened.start()
-    opened.wait_step(5)
     opened.notebook.execute("former = dashboard")
-    opened.notebook.write_and_run("dashboard = Dashboard(lab)\ndashboard")
-    page.wait_for_function("() => document.querySelectorAll('.fsdp-live[data-ready]').length === 1")
-    assert opened.notebook.execute("print(former.closed, dashboard.closed)").split() == ["True", "False"]
-    opened.notebook.write_and_run("dashboard")  # a second view of the same
-    page.wait_for_function("() => document.querySelectorAll('.fsdp-live[data-ready]').length === 2")
-    opened.notebook.execute("lab.run(steps=12)")
-    page.wait_for_function("""() => {
-        const said = [...document.querySelectorAll('.fsdp-headline')].map((e) => e.textContent);
-        return said.length === 2 && said.every((text) => text.startsWith('step 11')) }""")
-
-
-def test_a_view_that_bokeh_could_not_embed_builds_itself_again(opened):
-    """As where JupyterLab takes the output out of the page while Bokeh embeds it."""
-    page = opened.page
     page.evaluate("""() => { const embed = window.Bokeh.embed, real = embed.embed_items;
         window.restored = () => { embed.embed_items = real };
         embed.embed_items = async () => { throw new Error('element must be under <body>') } }""")
@@ -141,18 +122,22 @@ def test_a_view_that_bokeh_could_not_embed_builds_itself_again(opened):
     page.evaluate("() => window.restored()")
     opened.wait_drawn()
     opened.wait_step(59)
+    assert opened.notebook.execute("print(former.closed, dashboard.closed)").split() == ["True", "False"]
     assert not page.locator(".fsdp-banner:visible").count()
     assert all("element must be under <body>" in text for text in opened.notebook.wrong)
     opened.notebook.wrong.clear()
+    opened.notebook.write_and_run("dashboard")  # a second view of the same
+    page.wait_for_function("() => document.querySelectorAll('.fsdp-live[data-ready]').length === 2")
+    opened.notebook.execute("lab.run(steps=12)")
+    page.wait_for_function("""() => {
+        const said = [...document.querySelectorAll('.fsdp-headline')].map((e) => e.textContent);
+        return said.length === 2 && said.every((text) => text.startsWith('step 11')) }""")
 
-
-def test_a_kernel_that_is_gone_is_said_and_the_cell_runs_again(opened):
-    """By one sentence, in place of an icon of ipywidgets' on each of its widgets."""
     opened.notebook.restart_kernel()
     opened.page.locator(".fsdp-lab.jupyter-widgets-disconnected").first.wait_for()
     said = opened.page.evaluate("""() => [...document.querySelectorAll('.jupyter-widgets-disconnected')].map(
         (e) => getComputedStyle(e, '::before').content).filter((text) => text !== 'none')""")
-    assert said == ['"The kernel is gone. Run the cell again."']
+    assert said == ['"The kernel is gone. Run the cell again."'] * 2
     assert not opened.page.locator(".fsdp-lab :is(.fsdp-banner, .fsdp-state):visible").count(), "it is not running"
     opened.notebook.run_cell(0)
     opened.wait_drawn()

@@ -37,16 +37,6 @@ class SlowPage(DashboardPage):
                            return Math.max(Number(d.painted ?? 0), Number(d.ready)) >= sent }""", arg=sent)  # fmt: skip
 
 
-def go_to(desk: SlowPage, phase: str, unit: str, direction: str) -> None:
-    """Lets the ranks go to a phase of another step; the name keeps it alive."""
-    desk.notebook.execute(
-        f"wanted = {(phase, unit, direction)!r}\n"
-        "slow = lab.slow_motion(model='gpt2-1m')\n"
-        "for moment in slow:\n"
-        "    if (moment.phase, moment.unit, moment.direction) == wanted: break"
-    )
-
-
 @pytest.mark.slow
 def test_next_play_and_stop(show):
     """A person's path: read what it is, Next, look, Play, Pause, Stop, a run, Next again."""
@@ -64,8 +54,8 @@ def test_next_play_and_stop(show):
     desk.press("Next")
     desk.wait_reading("slow", "forward · compute root")
     desk.wait_rows("slow.light", 2 * 4)
-    labels = desk.page.evaluate(f"() => [...{model('slow.held')}.data.label]")
-    assert labels == ["577,024, 2.55 MiB"] * 2
+    names = desk.page.evaluate(f"() => [...{model('slow.ranks')}.major_label_overrides.values()]")
+    assert names == ["0: 577,024, 2.55 MiB", "1: 577,024, 2.55 MiB"]
 
     desk.page.locator(".fsdp-slow-speed select").select_option("0.5 phase a second")  # a busy page must reach Pause
     desk.press("Play")
@@ -85,15 +75,3 @@ def test_next_play_and_stop(show):
     desk.wait_said("Slow motion has ended: another run was started.")
     desk.button("Stop").click()
     desk.wait_state("stopped")
-
-
-@pytest.mark.slow
-def test_how_it_looks_of_eight_ranks_in_a_narrow_window(show):
-    desk = show(SlowPage, lab="8, step_s=0.05")
-    desk.show(900, "Dark")
-    go_to(desk, "compute", "transformer.h.2", "backward")
-    desk.wait_reading("slow", "backward · compute transformer.h.2")
-    desk.page.locator(".fsdp-slow").first.scroll_into_view_if_needed()
-    desk.wait_painted()
-    desk.wait_rows("slow.moving", 8 * (12 + 12))  # one unit is gathered ahead, one is being reduced
-    assert desk.clipped() == []

@@ -20,8 +20,7 @@ from typing import Any
 from fsdp_lab.base.errors import ArgumentError, SpecError
 from fsdp_lab.base.events import Memory, MemorySample, RoleBytes, StepEvent, Track, Traffic
 from fsdp_lab.base.generation import Sampling
-from fsdp_lab.cluster import ClusterError, RankLost, StartError
-from fsdp_lab.cluster.assembly import StartProgress
+from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.dashboard.lab_like import active_run
 from fsdp_lab.runs import EventStore, Refusal, RunState, SlowMotion, Sweep, Switch, SwitchRequest
 from fsdp_lab.runs.control import Request
@@ -445,7 +444,6 @@ class FakeLab:
         self.ranks, self.hosts = ranks, hosts
         self.devices = ("cpu",) * ranks
         self.begun: list[str] = []  # each run: fresh, or continued
-        self.most_ranks: int | None = None
         self.attached = False
         self.spec = Spec(world_size=ranks)
         self.current: FakeRun | None = None
@@ -465,25 +463,12 @@ class FakeLab:
         self.save_gate = threading.Event()  # closed: saving what the ranks hold lasts
         self.save_gate.set()
         self._lock = threading.Lock()
-        self.moves: list[tuple[Any, int | None]] = []
-        self.move_gate = threading.Event()
-        self.move_gate.set()
 
     def rank_status(self) -> list[Any]:
         each = max(1, len(self.devices) // self.hosts)
         step = self.current.step if self.current is not None else None
         return [SimpleNamespace(host=f"gpu{rank // each + 1}", step=step, alive=rank not in self.lost)
                 for rank in range(len(self.devices))]  # fmt: skip
-
-    def move(self, hosts: Any, ranks: int | None = None, *, progress: Callable[[StartProgress], None]) -> None:
-        """Takes as long as `move_gate` is closed."""
-        self.moves.append((hosts, ranks))
-        while not self.move_gate.wait(0.02):
-            progress(StartProgress(stage="job 7 is pending (Resources)", done=0, total=2, seconds=1.0))
-        if hosts is not None and getattr(hosts, "names", ()) == ("nowhere",):
-            raise StartError("the name nowhere does not resolve: give an address")
-        self.hosts = 1 if hosts is None else hosts.host_count
-        self.devices = ("cpu",) * (ranks or 2 * self.hosts)
 
     def resume(self, checkpoint: str, *, save: CheckpointConfig | None = None, recover: RecoveryPolicy | str | bool = False,
                evaluate: EvalConfig | None = None, **changes: Any) -> FakeRun:  # fmt: skip

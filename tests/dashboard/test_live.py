@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fsdp_lab.dashboard import live
-from fsdp_lab.dashboard.live import LiveView, Scene, Stamps
+from fsdp_lab.dashboard.live import LiveView, Scene
 from fsdp_lab.dashboard.panels import StepAxis
 from tests.dashboard.conftest import FEW
 from tests.dashboard.test_panels import steps
@@ -32,8 +32,8 @@ class Page:
     def say(self, kind: str, **more: Any) -> None:
         self.view._on_message(self.view, {"kind": kind, "view": self.name, **more}, [])
 
-    def acknowledge(self, painted_unix_s: float = 0.0) -> None:
-        self.say("ack", seq=self.seq, painted_unix_s=painted_unix_s)
+    def acknowledge(self) -> None:
+        self.say("ack", seq=self.seq)
 
     def receive(self, message: Mapping[str, Any], buffers: list[bytes]) -> None:
         if message.get("view", self.name) != self.name:
@@ -192,7 +192,6 @@ def test_two_are_on_the_way_at_most_and_the_rest_is_coalesced(stage):
     assert stage.view.flush()
     assert len(stage.ticks()) == 3
     assert stage.holds_all(page)
-    assert stage.view.ticks_held == 8
 
 
 def test_a_page_that_does_not_answer_holds_the_others_only_for_a_while_and_may_come_back(stage, monkeypatch):
@@ -251,33 +250,6 @@ def test_a_page_that_drops_buffers_gets_text_beside_one_that_does_not(stage):
     plain.say("bokehjs", text=True)
     content, buffers = stage.sent[-1]
     assert buffers == [] and gzip.decompress(base64.b64decode(content["base64"])) == live.BOKEH_JS.read_bytes()
-
-
-def test_an_acknowledgement_covers_all_messages_up_to_it():
-    stamps = Stamps()
-    assert "no event" in str(stamps.latency())
-    stamps.wait([10.0])
-    stamps.sent(1)
-    stamps.painted(0, 10.2)
-    assert stamps.latency().events == 0
-    stamps.wait([10.5, 10.6])
-    stamps.sent(2)
-    stamps.painted(2, 11.0)
-    latency = stamps.latency()
-    assert latency.events == 3
-    assert latency.p50_s == pytest.approx(0.5)
-    assert latency.worst_s == pytest.approx(1.0)
-    stamps.painted(2, 20.0)  # another view paints later: not counted again
-    assert stamps.latency() == latency
-
-
-def test_messages_that_nobody_paints_are_forgotten():
-    stamps = Stamps(keep_messages=4)
-    for seq in range(100):
-        stamps.wait([float(seq)])
-        stamps.sent(seq)
-    stamps.painted(99, 100.0)
-    assert stamps.latency().events == 4
 
 
 def test_a_closed_view_is_silent(stage):

@@ -13,9 +13,9 @@ import pytest
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.cluster import RankLost
 from fsdp_lab.dashboard.controls import Controls
-from fsdp_lab.dashboard.safety import EVERY, OFF, SafetyBox, incidents_picture, moments, saves_table
+from fsdp_lab.dashboard.safety import EVERY, OFF, SafetyBox, incidents_list, saves_list
 from fsdp_lab.runs import RunState
-from fsdp_lab.runs.recovery import CHECKPOINT, REPLICA, Incident
+from fsdp_lab.runs.recovery import REPLICA, Incident
 from fsdp_lab.runs.saving import SavedCheckpoint
 from fsdp_lab.spec.faults import DRILLS
 from tests.dashboard.fake_lab import FakeLab, until
@@ -28,12 +28,12 @@ class Desk:
         self.lab = FakeLab(2, step_s=0.002)
         self.box = SafetyBox(self.lab, begin=lambda start: self.controls.begin(start))
         self.controls = Controls(self.lab, options=self.box.options)
-        self.saving, self.recovery, self.drill = self.box._saving, self.box._recovery, self.box._drill
+        self.saving, self.drill = self.box._saving, self.box._drill
 
     @property
     def buttons(self) -> list[str]:
         """Of the way out, those that are seen."""
-        return [b.description for b in self.recovery.buttons if b.layout.visibility == "visible"]
+        return [b.description for b in (self.box._same, self.box._fewer) if b.layout.visibility == "visible"]
 
     def head(self) -> str:
         return plain(self.box.message.value)
@@ -84,7 +84,7 @@ def test_it_is_folded_at_first_and_what_is_chosen_holds_from_the_next_start_on(d
     desk.lab.current.stop(5)
     desk.saving._when.value = EVERY
     desk.saving._every.value, desk.saving._last.value = 25, 2
-    desk.recovery._how.value, desk.recovery._ranks.value = "auto", "fewer"
+    desk.box._how.value, desk.box._ranks.value = "auto", "fewer"
     assert not any(tmp_path.iterdir())
     desk.start()
     saving, recovering = desk.lab.current.saving, desk.lab.current.recovering
@@ -158,11 +158,11 @@ def test_the_list_of_saves() -> None:
 
     whole = [saved(s, path=Path(f"/c/{s}"), nbytes=5 << 20, seconds=0.2) for s in (10, 20, 30)]
     torn = saved(40, seconds=0.1, error="No space <left>")
-    shown = saves_table([*whole, torn, saved(50)])
-    steps = re.findall(r"<tr[^>]*><td>(\d+)</td>", shown)
-    assert steps == ["50", "40", "30"] and "and 2 before" in shown
-    assert "is being written" in shown and "Step 40 could not be saved (No space &lt;left&gt;)" in shown
-    assert "No checkpoint yet" in saves_table([])
+    shown = saves_list([*whole, torn, saved(50)])
+    assert "and 2 before" in shown and "Step 30 is saved in /c/30: 5.00 MiB, training paused for 10.0 ms." in shown
+    assert "Step 50 is being saved" in shown and "Step 40 could not be saved (No space &lt;left&gt;)" in shown
+    assert shown.index("Step 50") < shown.index("Step 40") < shown.index("Step 30")
+    assert "No checkpoint yet" in saves_list([])
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------
@@ -197,25 +197,23 @@ def test_a_run_that_waits_says_why_and_recover_goes_on_which_is_shown_while_it_l
     assert desk.buttons == ["Recover", "Resume on fewer ranks"]
     assert "rank 1 is gone: its process 4321 on here was ended by SIGKILL" in desk.head()
     assert desk.controls.message.value == "", "it is said once"
-    assert "waits for Recover or Stop" in desk.recovery._incidents.value
+    assert "waits for Recover or Stop" in desk.box._incidents.value
     state = plain(desk.controls._state.value)
     assert state.startswith("broken See Safety below") and not desk.controls._stop.disabled
     assert desk.controls._pause.disabled and desk.controls._start.disabled and desk.saving._save.disabled
-    desk.recovery._same.click()
+    desk.box._same.click()
     desk.until(lambda: desk.head().startswith("recovering"))
-    assert desk.buttons == [] and "is being recovered" in desk.recovery._incidents.value
+    assert desk.buttons == [] and "is being recovered" in desk.box._incidents.value
     desk.until(lambda: desk.head().endswith("1 incident"))
     assert desk.lab.current.state is RunState.RUNNING and desk.buttons == []
-    shown = plain(desk.recovery._incidents.value)
-    assert "failed 0 s → detected 30.0 ms → freed 80.0 ms → training again 2.50 s" in shown
-    assert "Resumed from a checkpoint of step" in shown and "3 steps trained again · 2 ranks" in shown
+    shown = plain(desk.box._incidents.value)
+    assert "It resumed from a checkpoint at step" in shown and "repeating 3 steps, 2.5 s later" in shown
 
 
 def test_going_on_with_fewer(desk: Desk) -> None:
     desk.lose()
-    desk.recovery._fewer.click()
-    desk.until(lambda: desk.lab.current.state is RunState.RUNNING and "2 → 1 ranks" in desk.recovery._incidents.value)
-    assert "2 ranks became 1" in desk.recovery._incidents.value
+    desk.box._fewer.click()
+    desk.until(lambda: desk.lab.current.state is RunState.RUNNING and "2 ranks became 1" in desk.box._incidents.value)
     desk.until(lambda: desk.controls.choices.wanted.world_size == 1)
     assert desk.drill._rank.max == 0
 
@@ -223,24 +221,24 @@ def test_going_on_with_fewer(desk: Desk) -> None:
 def test_a_strategy_that_cannot_be_on_fewer_is_refused_in_words_and_stop_ends_the_run(desk: Desk) -> None:
     desk.controls.accept({"world_size": 4, "sharding": "hybrid_shard", "shard_size": 2})
     desk.lose()
-    desk.recovery._fewer.click()
+    desk.box._fewer.click()
     assert "and 3 ranks have none: use 4 ranks, or full_shard." in desk.head()
     assert desk.lab.current.state is RunState.BROKEN and desk.buttons == ["Recover", "Resume on fewer ranks"]
     desk.lab.lost.clear()
     desk.until(lambda: desk.buttons == ["Recover"])  # fewer is offered only where a rank is lost
     desk.controls._stop.click()
-    desk.until(lambda: "the run ended before it resumed" in desk.recovery._incidents.value)
+    desk.until(lambda: "The run ended before it resumed" in desk.box._incidents.value)
     assert desk.lab.current.state is RunState.STOPPED and desk.buttons == []
 
 
 def test_a_run_that_failed_can_be_recovered_too(desk: Desk) -> None:
-    desk.recovery._how.value = "off"
+    desk.box._how.value = "off"
     desk.start()
     former = desk.lab.current
     desk.lab.lose(1)
     desk.until(lambda: former.state is RunState.FAILED and desk.buttons != [])
     assert desk.head().startswith("failed Why is said above") and "Rank 1 is gone" in desk.controls.message.value
-    desk.recovery._same.click()
+    desk.box._same.click()
     desk.until(lambda: desk.lab.current is not former and desk.buttons == [])
 
 
@@ -252,18 +250,14 @@ def incident(step: int, **told: object) -> Incident:
     return Incident(error=lost, step=step, ranks=2, detected_unix_s=100.0, **told)  # type: ignore[arg-type]
 
 
-def test_incidents_have_their_moments_and_what_was_gone_on_from_and_the_newest_is_open() -> None:
-    known = incident(5, failed_unix_s=99.0, freed_unix_s=100.5, resumed_unix_s=103.0)
-    assert moments(known) == [("failed", 0.0), ("detected", 1.0), ("freed", 1.5), ("training again", 4.0)]
-    assert moments(incident(5, freed_unix_s=100.5)) == [("detected", 0.0), ("freed", 0.5)]
-    shown = incidents_picture([incident(n) for n in range(8)], RunState.BROKEN)
-    assert re.findall(r"<b>step (\d+)</b>", shown) == ["7", "6", "5", "4", "3"]
-    assert "4 of 7 before" in shown and "was &lt;ended&gt;" in shown
-    assert incidents_picture([], RunState.STARTING).startswith('<div class="fsdp-soft">No rank has failed')
-    shown = incidents_picture([incident(9, source=REPLICA, resumed_step=9, resumed_ranks=2)], RunState.RUNNING)
-    assert "Resumed from a replica · no step trained again · 2 ranks." in shown
-    shown = incidents_picture([incident(9, source=CHECKPOINT, resumed_step=8, resumed_ranks=1)], RunState.RUNNING)
-    assert "Resumed from a checkpoint of step 8 · 1 step trained again · 2 → 1 ranks." in shown
+def test_incidents_are_told_newest_first() -> None:
+    known = incident(9, failed_unix_s=99.0, resumed_unix_s=103.0, source=REPLICA, resumed_step=8, resumed_ranks=2)
+    shown = incidents_list([*(incident(n) for n in range(4)), known], RunState.RUNNING)
+    assert re.findall(r"<b>step (\d+)</b>", shown) == ["9", "3", "2"] and "and 2 before" in shown
+    assert "It resumed from a replica at step 8, repeating 1 steps, 4.0 s later." in shown
+    shown = incidents_list([incident(7)], RunState.BROKEN)
+    assert "was &lt;ended&gt; at" in shown and shown.endswith(". The run waits for Recover or Stop.</div>")
+    assert incidents_list([], RunState.STARTING).startswith('<div class="fsdp-soft">No rank has failed')
 
 
 # -- drills ------------------------------------------------------------------------------------------------------------
@@ -311,7 +305,7 @@ def test_a_drill_that_is_refused_is_said_once(desk: Desk) -> None:
 
 def test_a_press_that_comes_too_late_does_nothing_and_with_a_closed_lab_only_the_fold_is_left(desk: Desk) -> None:
     """The run went on, or ended, while the page still showed the buttons."""
-    desk.recovery._same.click()
+    desk.box._same.click()
     assert desk.buttons == []
     desk.box.retire()
     assert [w for w in desk.box.inputs if not getattr(w, "disabled", False)] == [desk.box._fold]

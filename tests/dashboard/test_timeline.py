@@ -55,10 +55,14 @@ def plain(number: int, ranks: int = 2) -> Step:
 # -- what is drawn ---------------------------------------------------------------------------------------------------
 
 
-def test_every_span_is_drawn_where_it_was():
-    watched = Watched()
+def test_every_span_is_drawn_where_it_was_or_left_out_where_there_are_too_many_and_counted(monkeypatch):
+    watched, few = Watched(), Watched()
     step = traced(7, skew_s=0.002)
     watched.show(plain(6), step)
+    monkeypatch.setattr(module, "MOST_SPANS", 50)
+    few.show(step)
+    surplus = sum(len(e.spans) for e in step.events) - 50
+    assert len(few.rows()) == 50 and f"The {surplus} shortest spans are not drawn." in few.panel.captions().note
     expected = sorted((e.rank, 2 * e.rank + 1e3 * s.start_s, 1e3 * s.seconds) for e in step.events for s in e.spans)
     got = sorted((r["rank"], r["left"], r["right"] - r["left"]) for r in watched.rows())
     assert [x for row in got for x in row] == pytest.approx([x for row in expected for x in row])
@@ -139,16 +143,6 @@ def test_many_ranks_are_three_that_are_named():
     entries = watched.panel.patches()["timeline.ranks"]["major_label_overrides"]["entries"]
     assert entries == [[i, str(r)] for i, r in enumerate(chosen)]
     assert len(watched.rows()) == sum(len(step.events[r].spans) for r in chosen)
-
-
-def test_of_too_many_spans_the_shortest_are_left_out_and_counted(monkeypatch):
-    monkeypatch.setattr(module, "MOST_SPANS", 50)
-    watched = Watched()
-    step = traced(1)
-    watched.show(step)
-    surplus = sum(len(e.spans) for e in step.events) - 50
-    assert len(watched.rows()) == 50
-    assert f"The {surplus} shortest spans are not drawn." in watched.panel.captions().note
 
 
 def test_the_axis_holds_still_while_steps_differ_a_little_and_what_does_not_count_leaves_no_room():

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from fsdp_lab.dashboard.panels.axis import StepAxis
 from fsdp_lab.dashboard.panels.base import Captions, Key, Panel
 from fsdp_lab.dashboard.panels.communication import CommunicationPanel
-from fsdp_lab.dashboard.panels.curves import CompletionsPanel, LossPanel, StepsPanel, TflopsPanel, ThroughputPanel
+from fsdp_lab.dashboard.panels.curves import CompletionsPanel, LossPanel, TflopsPanel, ThroughputPanel
 from fsdp_lab.dashboard.panels.memory import LedgerPanel, MemoryPanel
 from fsdp_lab.dashboard.panels.timeline import TimelinePanel
 
@@ -23,5 +23,4 @@ PANELS: tuple[Callable[[StepAxis, int], Panel], ...] = (
     LossPanel,
     CompletionsPanel,
     LedgerPanel,
-    StepsPanel,
 )

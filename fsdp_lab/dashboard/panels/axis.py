@@ -49,18 +49,14 @@ def step_window(step: int) -> tuple[float, float]:
 
 
 class ZeroRange:
-    """From zero to a round number above the data. It shrinks when the data would fill less than `slack` of it; with
-    `patience`, also when that many covers in a row would leave a tenth of it empty: then to the longest of them."""
+    """From zero to a round number above the data. It shrinks when the data would fill less than `slack` of it."""
 
     start = 0.0
 
-    def __init__(
-        self, *, slack: float = 0.45, headroom: float = 1.12, steps: Sequence[float] = ROUND, patience: int = 0
-    ) -> None:
-        self.slack, self.headroom, self.steps, self.patience = slack, headroom, steps, patience
+    def __init__(self, *, slack: float = 0.45, headroom: float = 1.12, steps: Sequence[float] = ROUND) -> None:
+        self.slack, self.headroom, self.steps = slack, headroom, steps
         self.end = 1.0
         self._fresh = True
-        self._shorter: list[float] = []  # ends that would have sufficed since the range was last filled
 
     def cover(self, values: Numbers) -> float:
         """The end of a range from zero that holds `values` (NaN and infinity are ignored)."""
@@ -68,12 +64,8 @@ class ZeroRange:
         if finite.size == 0 or finite.max() <= 0:
             return self.end
         wanted = round_up(float(finite.max()) * self.headroom, self.steps)
-        fits_shorter = self.patience and wanted < 0.9 * self.end
-        self._shorter = [*self._shorter, wanted] if fits_shorter else []
-        fill = self._fresh or wanted > self.end or wanted < self.slack * self.end
-        if fill or (fits_shorter and len(self._shorter) >= self.patience):
-            self.end = wanted if fill else max(self._shorter)
-            self._fresh, self._shorter = False, []
+        if self._fresh or wanted > self.end or wanted < self.slack * self.end:
+            self.end, self._fresh = wanted, False
         return self.end
 
 

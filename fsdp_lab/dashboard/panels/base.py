@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 from bokeh.models.ui import UIElement
 
-from fsdp_lab.base.events import RoleBytes
 from fsdp_lab.runs.steps import Step
 
 Numbers = npt.NDArray[np.float64]
@@ -52,8 +51,7 @@ class Columns:
         self.limit = limit
         self.generation = 0
         self.next = 0
-        self._ring = np.empty((len(self.numbers), 2 * limit))
-        self._end = 0  # of the kept rows, in the ring
+        self._kept: Numbers = np.empty((len(self.numbers), 0))
         self._texts: dict[str, deque[str]] = {name: deque(maxlen=limit) for name in self.texts}
 
     @property
@@ -67,13 +65,7 @@ class Columns:
         """Adds rows, each in the order of `numbers`."""
         if not rows:
             return
-        new = np.asarray(rows, dtype=np.float64).T[:, -self.limit :]
-        if self._end + new.shape[1] > self._ring.shape[1]:
-            kept = self._ring[:, max(0, self._end - self.limit) : self._end].copy()
-            self._end = kept.shape[1]
-            self._ring[:, : self._end] = kept
-        self._ring[:, self._end : self._end + new.shape[1]] = new
-        self._end += new.shape[1]
+        self._kept = np.concatenate([self._kept, np.asarray(rows, dtype=np.float64).T], axis=1)[:, -self.limit :]
         self.next += len(rows)
         for name in self.texts:
             self._texts[name].extend((texts or {})[name])
@@ -81,7 +73,7 @@ class Columns:
     def clear(self) -> None:
         """Removes all rows; readers start again."""
         self.generation += 1
-        self.next = self._end = 0
+        self.next, self._kept = 0, self._kept[:, :0]
         for text in self._texts.values():
             text.clear()
 
@@ -90,8 +82,9 @@ class Columns:
         self.append(rows, texts)
 
     def column(self, name: str) -> Numbers:
-        """The kept rows of one column, oldest first: a view, valid until the next append."""
-        return self._ring[self.numbers.index(name), self._end - len(self) : self._end]
+        """The kept rows of one column, oldest first."""
+        column: Numbers = self._kept[self.numbers.index(name)]
+        return column
 
     def since(self, generation: int, row: int) -> Block:
         """Rows from `row` on; all kept rows if that generation is over, or `row` is no longer kept."""
@@ -100,7 +93,7 @@ class Columns:
         return Block(
             generation=self.generation,
             first=first,
-            numbers=self._ring[:, self._end - count : self._end].copy(),
+            numbers=self._kept[:, len(self) - count :],
             texts={name: list(text)[len(text) - count :] for name, text in self._texts.items()},
         )
 
@@ -120,7 +113,7 @@ class Key:
     label: str
     token: str = ""
     color: str = ""
-    hatch: str = " "  # a Bokeh pattern; "line", "dashes", "ring" or "triangle" for what is drawn as one
+    hatch: str = " "  # a Bokeh pattern; "line", "dashes" or "ring" for what is drawn as one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,26 +128,14 @@ class Pin:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """A piece of a bar: its length as a share of the longest bar, and how it is filled."""
-
-    share: float
-    token: str
-    hatch: str = " "
-
-
-@dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A cell of a table that is more than text. `parts` is a stacked bar below the text, and `whisker` the ends of its
-    spread, as shares of the longest bar. `press` makes the cell a button: the card's `press` is called with this word
-    and the cell's `about`."""
+    """A cell of a table that is more than text. `press` makes it a button: the card's `press` is called with this word and
+    the cell's `about`."""
 
     text: str
     title: str = ""  # the tooltip
     tone: str = ""  # "good", "fair", "bad" or "soft"
     key: Key | None = None  # a swatch before the text
-    parts: tuple[Part, ...] = ()
-    whisker: tuple[float, float] | None = None
     press: str = ""
     about: str = ""
     pressed: bool | None = None  # of a button that is on or off
@@ -177,14 +158,9 @@ class Prediction:
     """A prediction for one rank under a Spec. The step time is None where this machine is not calibrated."""
 
     spec_id: str
-    at_peak: RoleBytes
-    host_bytes: int
+    peak_bytes: int
     step_time_s: float | None = None
     tokens: int = 0  # of all ranks in a step, counted as events count them
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.at_peak.total_bytes
 
 
 def with_prediction(reading: str, predicted: str, measured: str | None) -> str:

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median
-from typing import Any
 
 import numpy as np
 from bokeh.layouts import row
@@ -45,9 +44,6 @@ class CommunicationPanel(Panel):
         now = ["rank", *KINDS, *(f"{k}_mb" for k in KINDS), "exposed", "total"]
         self._now = Columns("communication.now", now, texts=["label", "color", "place"], limit=world_size)
         self._ranks = draw.RanksByHost("communication.now", world_size)
-        # Shard groups of hybrid sharding, on the right of the bars.
-        place = ["x", "text_x", "y", "height"]
-        self._groups = Columns("communication.groups", place, texts=["label"], limit=world_size)
         self._over = Columns("communication.steps", ["step", *KINDS, "exposed", "total", "step_ms"], limit=STEP_LIMIT)
         self._now_range, self._over_range = ZeroRange(headroom=1.5, slack=0.5), ZeroRange()
         self._recent: deque[Step] = deque(maxlen=RECENT_STEPS)
@@ -55,7 +51,7 @@ class CommunicationPanel(Panel):
         self._drawn_s = 0.0  # when the bars were drawn
         self._seen: set[str] = set()  # kinds that have occurred
         self._carriers: tuple[Carrier, ...] = ()
-        self.sources = (self._now, self._over, self._groups)
+        self.sources = (self._now, self._over)
         self.root = row(self._draw_now(), self._draw_over(frame), sizing_mode="stretch_width", spacing=16)
 
     def _draw_now(self) -> figure:
@@ -66,10 +62,6 @@ class CommunicationPanel(Panel):
         draw.paint_stack(bars, TOKENS)
         if few:
             draw.sign_bars(fig, source, y="rank", end="total")
-        groups = draw.twin(self._groups)
-        look: dict[str, Any] = {"width": 5, "width_units": "screen", "height": "height", "line_alpha": 0}
-        draw.tint(fig.rect(x="x", y="y", source=groups, **look).glyph, fill_color="ink.mean")
-        draw.labels(fig, groups, "ink.peak", x="text_x", y="y", text_align="right", text_baseline="middle")
         rows = [(theme.COMMUNICATION[k].label, f"@{k}{{0,0.00}} ms, @{k}_mb{{0,0.00}} MB") for k in KINDS]
         rows = [("rank", "@place"), *rows, ("exposed", "@exposed{0,0.00} ms")]
         draw.hover_bars(fig, source, rows, right="total", y="rank", height=0.9)
@@ -130,19 +122,6 @@ class CommunicationPanel(Panel):
         texts = {"label": [duration(row[-1] / 1e3) for row in rows], "color": [*map(theme.rank_color, ranks)]}
         self._now.replace(rows, {**texts, "place": [*map(self._ranks.place, ranks)]})
         self._now_range.cover(self._now.column("total"))
-        n, end = self._group_size, self._now_range.end
-        starts = range(0, self.world_size, n) if n else range(0)
-        groups = [[0.985 * end, 0.965 * end, first + (n - 1) / 2, n - 0.3] for first in starts]
-        labels = [
-            f"shard group {first} to {first + n - 1}" if len(starts) <= draw.MOST_NAMED else "" for first in starts
-        ]
-        self._groups.replace(groups, {"label": labels})
-
-    @property
-    def _group_size(self) -> int:
-        """Ranks of a shard group, where these are to be told apart from the ranks of a host; else 0."""
-        n = self._frame.shard_factor
-        return n if self._ranks.several and 1 < n < self.world_size else 0
 
     def _describe(self) -> Captions:
         recent = list(self._recent)
@@ -173,8 +152,8 @@ class CommunicationPanel(Panel):
         rate = f", {format_rate(sent / seconds)}" if sent and seconds else ""
         share = f", {100 * sent / whole:.0f} % of all" if whole else ""
         told = f"To other hosts {traffic(sent)} a rank and step{share}{rate}. "
-        n, each = self._group_size, self._ranks.per_host
-        if not n or each == self.world_size:
+        n, each = self._frame.shard_factor, self._ranks.per_host
+        if not 1 < n < self.world_size or each == self.world_size:
             return told
         if each % n == 0:
             return f"{told}Shard groups of {n} ranks are inside hosts. "

@@ -1,21 +1,21 @@
-"""The figures of each step: loss, throughput and compute as curves over steps; tables of the last steps and of texts."""
+"""The figures of each step: loss, throughput and compute as curves over steps; a table of texts."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-from bokeh.models import ColumnDataSource, LinearAxis, PrintfTickFormatter, Range1d
+from bokeh.models import ColumnDataSource
 from bokeh.plotting import figure
 
 from fsdp_lab.base.events import StepEvent
-from fsdp_lab.base.formatting import count, duration, figures, known_or_dash, size
+from fsdp_lab.base.formatting import count, duration, figures, known_or_dash
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.panels import draw
 from fsdp_lab.dashboard.panels.axis import SMOOTH_STEPS, STEP_LIMIT, SpanRange, StepAxis, ZeroRange
@@ -35,11 +35,9 @@ from fsdp_lab.runs.steps import Step
 from fsdp_lab.runs.summary import Peaks
 
 POINT_PX = 7
-TABLE_STEPS = 8
 MOST_EVALUATIONS, MOST_PROMPTS = 5, 4
 LONGEST = 400  # characters of a text in a cell; the rest is in its tooltip
 SMALL_LOSS = 0.01
-ALIKE = 1.25  # most of a peak over another that share an axis
 
 
 class CurvePanel(Panel):
@@ -89,15 +87,15 @@ class CurvePanel(Panel):
 
 class LossPanel(CurvePanel):
     """Mean loss of all ranks over steps; it continues across changes of strategy. The mean loss of held-out samples is a
-    point at the step of its evaluation. The axis on the right is the learning rate, drawn where it changes."""
+    point at the step of its evaluation. The learning rate is in the note and the tooltip."""
 
     name = measure = "loss"
     title = "Loss"
     texts = ("evaluation", "rate")
 
     def __init__(self, frame: StepAxis, world_size: int) -> None:
-        super().__init__(frame, "loss", ["loss", "grad_norm", "eval_loss", "lr"])
-        self._range, self._rates = SpanRange(), ZeroRange()
+        super().__init__(frame, "loss", ["loss", "grad_norm", "eval_loss"])
+        self._range = SpanRange()
         self._evaluated = ""  # the last evaluation as a sentence
 
     def _draw(self, fig: figure, source: ColumnDataSource) -> None:
@@ -110,20 +108,13 @@ class LossPanel(CurvePanel):
         )
         draw.tint(points.glyph, line_color="ink.peak", fill_color="ink.gap")
         draw.hover(fig, points, [("step", "@step"), ("held-out loss", "@evaluation")])
-        fig.extra_y_ranges = {"lr": Range1d(start=0, end=1, name="loss.lr")}
-        hidden: dict[str, Any] = {"y_range_name": "lr", "name": "loss.lr_line", "visible": False}
-        draw.line(fig, source, "lr", "ink.faint", line_width=1, **hidden)
-        axis = LinearAxis(y_range_name="lr", name="loss.lr_axis", axis_label="learning rate", visible=False)
-        draw.simplify_axis(axis, PrintfTickFormatter(format="%.3g"))  # 0.0002, 2e-7
-        fig.add_layout(axis, "right")
 
     def _write(self, steps: Sequence[Step]) -> None:
         rows, evaluations = [], list[str]()
         for s in steps:
-            e, loss = s.events[0], s.eval_loss
+            loss = s.eval_loss
             evaluations.append("" if loss is None else in_words(loss, language=self._frame.language))
-            known = [math.nan if value is None else value for value in (loss, e.lr)]
-            rows.append([s.number, s.mean_loss, e.grad_norm, *known])
+            rows.append([s.number, s.mean_loss, s.events[0].grad_norm, math.nan if loss is None else loss])
             if loss is not None:
                 self._evaluated = f"Held-out loss {evaluations[-1]} at step {s.number:,}. "
         self._table.append(rows, {"evaluation": evaluations, "rate": [_rate(s.events[0]) for s in steps]})
@@ -131,7 +122,6 @@ class LossPanel(CurvePanel):
     def _describe(self, last: Step) -> Captions:
         loss = "not finite" if math.isinf(last.mean_loss) else _loss(last.mean_loss)
         keys = [Key(label="held-out samples", token="ink.peak", hatch="ring")] if self._evaluated else []
-        keys += [Key(label="learning rate", token="ink.faint", hatch="line")] if self._rate_varies else []
         e = last.events[0]
         norm = "" if math.isnan(e.grad_norm) else f"Gradient norm {figures(e.grad_norm)}. "
         rate = "" if e.lr is None else f"Learning rate {_rate(e)}. "
@@ -141,20 +131,9 @@ class LossPanel(CurvePanel):
             note=f"{norm}{rate}{self._evaluated}".strip(),
         )
 
-    @property
-    def _rate_varies(self) -> bool:
-        """Tells whether the learning rate differs among the steps that are kept."""
-        known = self._table.column("lr")
-        known = known[np.isfinite(known)]
-        return known.size > 0 and bool(known.min() < known.max())
-
     def patches(self) -> Patches:
-        self._rates.cover(self._table.column("lr"))
-        shown = {"visible": self._rate_varies}
         unit = "loss (nats per token)" if self._frame.language else "loss"
-        scale = {"start": 0.0, "end": self._rates.end}
-        rates: dict[str, Mapping[str, Any]] = {"loss.lr": scale, "loss.lr_axis": shown, "loss.lr_line": shown}
-        return {**super().patches(), **rates, "loss.axis": {"axis_label": unit}}
+        return {**super().patches(), "loss.axis": {"axis_label": unit}}
 
     def _shown(self) -> Sequence[Numbers]:
         return self._table.column("loss"), self._table.column("eval_loss")
@@ -244,8 +223,8 @@ class ThroughputPanel(CurvePanel):
 
 class TflopsPanel(CurvePanel):
     """Model TFLOPS of every rank: a line a rank in its colour, or above `theme.MOST_LINES` ranks the mean in a band
-    from least to most. The axis on the right is the model FLOPs utilisation (MFU) of the device's peak. The hardware
-    FLOPs utilisation (HFU), in captions and tooltips, counts recompute too."""
+    from least to most. Captions and tooltips have the model FLOPs utilisation (MFU) of the device's peak, and the hardware
+    FLOPs utilisation (HFU), which counts recompute too."""
 
     name = measure = "tflops"
     title = "Compute"
@@ -257,7 +236,6 @@ class TflopsPanel(CurvePanel):
         self._recent: deque[float] = deque(maxlen=SMOOTH_STEPS)
         self._peaks = Peaks()
         self._peak: tuple[float, str] | None = None
-        self._has_scale = False  # whether one axis of utilisation serves all steps that are kept
         self._hardware = 1.0  # hardware FLOPs over model FLOPs, of the last step
         columns = ["mean", "least", "most", "mfu_percent", "hfu_percent", *self._ranks]
         super().__init__(frame, "model TFLOPS per rank", columns)
@@ -278,27 +256,17 @@ class TflopsPanel(CurvePanel):
         rows = [(label, f"@{column}{{0.0000}}") for label, column in named.items()]
         shares = [("MFU, mean", "@mfu_percent{0.0} %"), ("HFU, mean", "@hfu_percent{0.0} %")]
         draw.hover(fig, mean, [("step", "@step"), *rows, *shares])
-        fig.extra_y_ranges = {"mfu": Range1d(start=0, end=1, name="tflops.mfu")}
-        axis = LinearAxis(y_range_name="mfu", name="tflops.mfu_axis", axis_label="MFU (%)", visible=False)
-        axis.bounds = (0, 100)  # the plot has headroom above the peak, which is no utilisation
-        draw.simplify_axis(axis, "0,0.[000]")
-        fig.add_layout(axis, "right")
 
     def _write(self, steps: Sequence[Step]) -> None:
         for step in steps:
             self._peaks.add(step)
-        # The peak that all ranks share, in FLOP/s, and its source; None where one axis cannot serve all.
+        # The ranks' mean peak in FLOP/s, and its source; None where that of a rank is not known.
         peaks = [peak for e in steps[-1].events if (peak := self._peaks.of(e)) is not None]
-        rates = [flops_per_s for flops_per_s, _ in peaks]
-        is_common = len(rates) == len(steps[-1].events) and max(rates) <= ALIKE * min(rates)
-        self._peak = (fmean(rates), peaks[0][1]) if is_common else None
+        known = len(peaks) == len(steps[-1].events)
+        self._peak = (fmean(flops_per_s for flops_per_s, _ in peaks), peaks[0][1]) if known else None
         last = steps[-1].events[0]
         self._hardware = last.hardware_flops / last.flops if last.flops else 1.0
         self._table.append([self._row(s) for s in steps])
-        # One axis does not serve steps on both sides of a switch to a precision with another peak.
-        tflops, share = self._table.column("mean"), self._table.column("mfu_percent")
-        kept = tflops[share > 0] / share[share > 0]
-        self._has_scale = self._peak is not None and (not kept.size or bool(kept.max() <= ALIKE * kept.min()))
 
     def _row(self, s: Step) -> list[float]:
         by_rank = {e.rank: e.tflops for e in s.events}
@@ -335,12 +303,6 @@ class TflopsPanel(CurvePanel):
             legend = tuple(Key(label=f"rank {r}", color=theme.rank_color(r), hatch=hatches[r]) for r in ranks)
         return Captions(reading=reading, legend=legend, note=note)
 
-    def patches(self) -> Patches:
-        changes: dict[str, Mapping[str, Any]] = {**super().patches(), "tflops.mfu_axis": {"visible": self._has_scale}}
-        if self._has_scale and self._peak is not None:
-            changes["tflops.mfu"] = {"start": 0.0, "end": 100 * self._range.end * 1e12 / self._peak[0]}
-        return changes
-
 
 def _loss(loss: float) -> str:
     """`5.1125`, `0.000412`: a loss of the user's own may be small. "–" if it is unknown."""
@@ -357,48 +319,6 @@ def _percent(shares: Iterable[float | None]) -> float:
     """The mean of the shares that are known, in percent; NaN if none is."""
     known = [share for share in shares if share is not None]
     return 100 * fmean(known) if known else math.nan
-
-
-class StepsPanel(Panel):
-    """The last steps as a table, newest first; values are means over ranks, memory is the fullest rank's."""
-
-    name = "steps"
-    title = "Last steps"
-    wide = True
-
-    def __init__(self, frame: StepAxis, world_size: int) -> None:
-        super().__init__()
-        self._frame = frame
-        self._recent: deque[Step] = deque(maxlen=TABLE_STEPS)
-
-    def update(self, steps: Sequence[Step]) -> None:
-        self._recent.extend(steps)
-
-    def captions(self) -> Captions:
-        rates = (f"{self._frame.counted}/s", "TFLOPS per rank")
-        heads = ("step", "loss", "step time", *rates, "communication", "exposed", "peak memory", "remark")
-        return Captions(table=(heads, *(_table_row(s) for s in reversed(self._recent))))
-
-
-def _table_row(s: Step) -> tuple[str, ...]:
-    missing = sorted(set(range(s.world_size)) - {e.rank for e in s.events})
-    remarks = {
-        "first after a change": any(e.first_after_switch for e in s.events),
-        "memory measured, hence slower": any(e.ledger for e in s.events),
-        "the optimizer did not step": any(e.skipped for e in s.events),
-        f"nothing received from rank {', '.join(map(str, missing))}": bool(missing),
-    }
-    return (
-        f"{s.number:,}",
-        _loss(s.mean_loss),
-        duration(s.step_time_s),
-        count(s.tokens_per_s),
-        figures(fmean(e.tflops for e in s.events)),
-        duration(fmean(sum(t.seconds for t in e.comm.values()) for e in s.events)),
-        duration(fmean(e.exposed_comm_s for e in s.events)),
-        size(peak) if (peak := max(e.memory.peak_bytes for e in s.events)) else "–",
-        "; ".join(remark for remark, holds in remarks.items() if holds),
-    )
 
 
 class CompletionsPanel(Panel):

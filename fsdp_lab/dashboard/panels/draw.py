@@ -137,14 +137,10 @@ def paint_fill(glyph: Any, token: str, *, line: bool = True, outline: str = "ink
     tint(glyph, **colors)
 
 
-def paint_stack(
-    stack: Iterable[Any], tokens: Iterable[str], *, line: bool = True, own_outline: bool = False, alpha: float = 1.0
-) -> None:
-    """Fills each of the stacked renderers with its token; `own_outline` outlines each in its own colour."""
+def paint_stack(stack: Iterable[Any], tokens: Iterable[str], *, line: bool = True) -> None:
+    """Fills each of the stacked renderers with its token."""
     for renderer, token in zip(stack, tokens, strict=True):
-        paint_fill(renderer.glyph, token, line=line, outline=token if own_outline else "ink.gap")
-        if alpha != 1.0:
-            renderer.glyph.fill_alpha = renderer.glyph.hatch_alpha = alpha
+        paint_fill(renderer.glyph, token, line=line)
 
 
 def line(fig: figure, source: ColumnDataSource, y: str, token: str, *, x: str = "step", **look: Any) -> Any:

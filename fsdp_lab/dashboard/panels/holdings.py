@@ -6,24 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bokeh.layouts import row
-from bokeh.models import FixedTicker, Range1d
-from bokeh.models.ui import UIElement
+from bokeh.models import FixedTicker, NoOverlap, Range1d
 from bokeh.plotting import figure
 
 from fsdp_lab.base.events import ROOT, ParameterHolding, PhaseSnapshot
 from fsdp_lab.base.formatting import count, size
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.panels import draw
-from fsdp_lab.dashboard.panels.base import BaseCard, Captions, Columns, Key
+from fsdp_lab.dashboard.panels.base import BaseCard, Captions, Columns, Key, Patches
 from fsdp_lab.runs import StepMoment
 
 MOST_RANKS = 16  # more are not drawn, for lack of room
 ROWS_PX, LEAST_ROW_PX, MOST_ROW_PX = 400, 22, 56
-AXIS_PX = 48
-SIDE_PX = 176
-NARROW_PX = 560  # the width of the figure in a narrow notebook, which decides how many unit labels fit
-CHARACTER_PX = 6.4
+AXIS_PX, SIDE_PX = 48, 190
 
 # Shares of the axis: the least width of a parameter, and all of these together.
 LEAST_WIDTH, LEAST_WIDTHS = 0.004, 0.3
@@ -78,18 +73,6 @@ class ParameterAxis:
             x += gap
         return cls(bars=bars, units=units)
 
-    def labels(self) -> dict[float, str]:
-        """Position -> name of the units whose names have room in a narrow notebook."""
-        short = short_names(list(self.units))
-        written: dict[float, str] = {}
-        end = -1.0
-        for unit, (left, right) in self.units.items():
-            middle, half = (left + right) / 2, CHARACTER_PX * len(short[unit]) / NARROW_PX / 2
-            if middle - half > end:
-                written[middle] = short[unit]
-                end = middle + half
-        return written
-
 
 def short_names(units: Sequence[str]) -> dict[str, str]:
     """Unit -> its name without the prefix common to all: transformer.h.0 becomes h.0."""
@@ -102,8 +85,8 @@ def short_names(units: Sequence[str]) -> dict[str, str]:
 
 class HoldingsPanel(BaseCard):
     """A row for each rank, in its colour. Strong: its own shard. Light: gathered now. Hatched: being communicated. The
-    strip below shows the same of gradients; on the right is the share of all parameters that the rank holds. It is made
-    for the ranks and parameters of a moment; `fits` says whether another moment has the same."""
+    strip below shows the same of gradients; beside the rank is what it holds in elements and bytes. It is made for the ranks
+    and parameters of a moment; `fits` says whether another moment has the same."""
 
     name = "slow"
     title = "Who holds what"
@@ -123,34 +106,26 @@ class HoldingsPanel(BaseCard):
             Columns(f"slow.{name}", place, texts=["color"], limit=2 * room) for name in ("light", "moving", "own")
         )
         self._now = Columns("slow.now", ["left", "right"], limit=1)
-        held = ["rank", "text", "top", "bottom", "own", "held"]
-        self._held = Columns("slow.held", held, texts=["label", "color"], limit=self.ranks)
-        self._drawn: object = None
-        self.sources = (self._bars, self._light, self._moving, self._own, self._now, self._held)
-        self.root = self._draw()
+        self.sources = (self._bars, self._light, self._moving, self._own, self._now)
+        self.root: figure = self._draw()
         self.update(moment)
 
     def fits(self, moment: StepMoment) -> bool:
         return _identity(moment) == self._parameters
 
-    def _draw(self) -> UIElement:
-        rows_px = self.ranks * max(LEAST_ROW_PX, min(MOST_ROW_PX, ROWS_PX // self.ranks))
+    def _draw(self) -> figure:
         y_range = Range1d(start=self.ranks - 0.5, end=-0.5)
-        bars = draw.plain_figure("slow", "rank", x_range=Range1d(start=-0.006, end=1.006), y_range=y_range)
-        self._draw_bars(bars)
-        side = draw.plain_figure("slow.side", "", x_range=Range1d(start=0, end=1), y_range=y_range)
-        side.sizing_mode, side.width = "fixed", SIDE_PX
-        self._draw_side(side)
-        for fig in (bars, side):
-            fig.height = rows_px + AXIS_PX
-            fig.xgrid.visible = fig.ygrid.visible = False
-        return row(bars, side, sizing_mode="stretch_width", spacing=4)
-
-    def _draw_bars(self, fig: figure) -> None:
+        fig = draw.plain_figure("slow", "rank: held", x_range=Range1d(start=-0.006, end=1.006), y_range=y_range)
+        fig.height = AXIS_PX + self.ranks * max(LEAST_ROW_PX, min(MOST_ROW_PX, ROWS_PX // self.ranks))
+        fig.xgrid.visible = fig.ygrid.visible = False
+        fig.min_border_left = SIDE_PX  # as the numbers change, the picture stands still
+        fig.yaxis.name = "slow.ranks"
         fig.yaxis.ticker = FixedTicker(ticks=list(range(self.ranks)))
-        labels = self._axis.labels()
+        short = short_names(list(self._axis.units))
+        labels = {(left + right) / 2: short[unit] for unit, (left, right) in self._axis.units.items()}
         fig.xaxis.ticker = FixedTicker(ticks=list(labels))
         fig.xaxis.major_label_overrides = {x: name for x, name in labels.items()}  # noqa: C416 (dict is invariant)
+        fig.xaxis.major_label_policy = NoOverlap(min_distance=4)
         fig.xaxis.axis_label = "units and their parameters, as wide as they have elements"
         look: dict[str, Any] = {"left": "left", "right": "right", "fill_alpha": 0.10, "line_width": 1.5}
         now = fig.quad(top=-0.5, bottom=self.ranks - 0.5, source=draw.twin(self._now), **look)
@@ -164,38 +139,22 @@ class HoldingsPanel(BaseCard):
         rows = [("rank", "@rank"), ("parameter", "@name"), ("unit", "@unit"), ("elements", "@numel{0,0}")]
         rows += [("its own shard", "@start{0,0} to @stop{0,0}"), ("now", "@state"), ("gradient", "@gradient")]
         draw.hover(fig, base, rows, mode="mouse")
-
-    def _draw_side(self, fig: figure) -> None:
-        fig.yaxis.visible = False
-        fig.xaxis.ticker = FixedTicker(ticks=[0.0, 1.0])
-        fig.xaxis.major_label_overrides = {0.0: "nothing", 1.0: "all"}
-        fig.xaxis.axis_label = "held now: elements, bytes"
-        fig.min_border_left, fig.min_border_right = 24, 24
-        source = draw.twin(self._held)
-        look: dict[str, Any] = {"top": "top", "bottom": "bottom", "source": source, "line_alpha": 0}
-        parts = ((0, 1, draw.NEUTRAL, EMPTY), ("own", "held", "color", LIGHT), (0, "own", "color", 1.0))
-        for left, right, color, alpha in parts:
-            fig.quad(left=left, right=right, fill_color=color, fill_alpha=alpha, **look)
-        draw.labels(fig, source, "ink.peak", x=0, y="text", text_baseline="middle")
+        return fig
 
     def update(self, moment: StepMoment) -> None:
         """Draws a moment."""
+        self._moment = moment
         frames = moment.frames[: self.ranks]
         units = self._axis.units
         left, right = (0.0, 1.0) if moment.direction == "update" else units.get(moment.unit, (0.0, 0.0))
         self._now.replace([[left - 0.003, right + 0.003 - min(SPLIT, (right - left) / 4)]])
         self._captions = self._describe(moment)
-        drawn = tuple(f.parameters for f in frames)
-        if drawn == self._drawn:
-            return  # a phase of computing does not change the holdings
-        self._drawn = drawn
         shown = [(f.rank, self._axis.bars[p.name], p) for f in frames for p in f.parameters]
         top, bottom = BAR
         rows = [[r, bar.left, bar.right, r + top, r + bottom, p.numel, p.start, p.stop] for r, bar, p in shown]
         texts = {name: [getattr(p, name) for _, _, p in shown] for name in self._bars.texts}
         self._bars.replace(rows, texts)
         self._write_states(frames)
-        self._write_held(moment)
 
     def _write_states(self, frames: Sequence[PhaseSnapshot]) -> None:
         """Draws parameters in the bar, gradients in the strip. A shard of a parameter is always held."""
@@ -214,15 +173,10 @@ class HoldingsPanel(BaseCard):
         for columns, rows in quads.items():
             columns.replace(rows, {"color": colors[columns]})
 
-    def _write_held(self, moment: StepMoment) -> None:
-        rows, labels = [], []
-        for f in moment.frames[: self.ranks]:
-            total = max(1, sum(p.numel for p in f.parameters))
-            own, held = sum(p.stop - p.start for p in f.parameters), moment.held_elements(f.rank)
-            rows.append([f.rank, f.rank - 0.11, f.rank + STRIP[0], f.rank + STRIP[1], own / total, held / total])
-            labels.append(f"{count(held)}, {size(moment.held_bytes(f.rank))}")
-        colors = [theme.rank_color(f.rank) for f in moment.frames[: self.ranks]]
-        self._held.replace(rows, {"label": labels, "color": colors})
+    def patches(self) -> Patches:
+        held = [f"{f.rank}: {count(self._moment.held_elements(f.rank))}, {size(self._moment.held_bytes(f.rank))}"
+                for f in self._moment.frames[: self.ranks]]  # fmt: skip
+        return {"slow.ranks": {"major_label_overrides": {"type": "map", "entries": [*map(list, enumerate(held))]}}}
 
     def _describe(self, moment: StepMoment) -> Captions:
         color = theme.rank_color(0)

@@ -35,7 +35,6 @@ from fsdp_lab.runs.steps import Step
 
 AMOUNTS = (*draw.ON_DEVICE, "host", "peak")  # in bytes, in the order of `sizes`
 LIMIT_REACH = 3.0  # a limit within so many times the peak is drawn; one further away is in the captions alone
-MARK_PX = 9
 HOST_BAR = 0.14  # its height, in ranks
 PREDICTED_BAR = 0.15
 LANE_BOTTOM, LANE = 0.42, 0.84  # the lower edge of a lane below its rank's position, and its height, in ranks
@@ -72,15 +71,15 @@ class MemoryPanel(Panel):
         self.world_size = world_size
         self._few = world_size <= theme.MOST_LINES
         self._frame = frame
-        amounts = [*AMOUNTS, "allocated", "reserved", "outside", "loading"]
+        amounts = [*AMOUNTS, "allocated", "reserved", "outside"]
         now = ["rank", "bar", "host_bar", "top", "bottom", *amounts]
         self._now = Columns("memory.now", now, texts=["label", "color", "place"], limit=world_size)
         self._ranks = draw.RanksByHost("memory.now", world_size)
-        self._predicted = Columns("memory.predicted", ["rank", "bar", *AMOUNTS], texts=["label"], limit=world_size)
+        self._predicted = Columns("memory.predicted", ["bar", "peak"], texts=["label"], limit=world_size)
         self._prediction: Prediction | None = None
         self._measured: Step | None = None  # the last step whose memory was measured
         self._ledger_spec, self._peak = "", 0  # the Spec of the last ledger step; the fullest rank's peak
-        self._loading: dict[int, int] = {}  # by rank, bytes of the host while it read its weights
+        self._loading = 0  # most bytes that a rank held on the host while it read its weights
         self._over = MemoryLanes(frame, world_size)
         self._range = ZeroRange(headroom=1.5, slack=0.5)
         self._limit: int | None = None
@@ -98,29 +97,25 @@ class MemoryPanel(Panel):
         draw.paint_fill(host.glyph, "memory.host", outline="memory.gradients")
         peak = fig.segment(x0="peak", x1="peak", y0="top", y1="bottom", line_width=draw.LINE_PX, source=source)
         draw.tint(peak.glyph, line_color="ink.peak")
-        loading = fig.scatter("loading", "top", marker="inverted_triangle", size=MARK_PX, line_alpha=0, source=source)
-        draw.tint(loading.glyph, fill_color="ink.peak")
         if self._few:
             draw.sign_bars(fig, source, y="bar", end="peak")
         self._draw_predicted(fig)
         labels = {**{c: theme.MEMORY[c].label for c in (*draw.ON_DEVICE, "host")}, "peak": "peak"}
         labels |= {"allocated": "between steps", "reserved": "reserved", "outside": "outside the allocator"}
-        labels["loading"] = "host's peak while loading"
         rows = [(label, f"@{column}{{0,0.0}}") for column, label in labels.items()]
         draw.hover_bars(fig, source, [("rank", "@place"), *rows], right="peak", y="rank", height=0.9)
         fig.add_layout(draw.limit_line("memory.now.limit", "height"))
         return fig
 
     def _draw_predicted(self, fig: figure) -> None:
-        """Adds below each bar the prediction, in the same colours and hollow."""
+        """Adds below each bar the predicted peak as a hollow one."""
         source = draw.twin(self._predicted)
-        bars = fig.hbar_stack(list(draw.ON_DEVICE), y="bar", height=PREDICTED_BAR, source=source)
-        draw.paint_stack(bars, draw.CLASS_TOKENS, own_outline=True, alpha=0.3)
+        hollow = fig.hbar(
+            y="bar", left=0, right="peak", height=PREDICTED_BAR, source=source, fill_alpha=0, line_dash="4 2"
+        )
+        draw.tint(hollow.glyph, line_color="ink.marker")
         if self._few:
             draw.labels(fig, source, "ink.marker", size_px=10, x="peak", y="bar", x_offset=7, text_baseline="middle")
-        rows = [(f"predicted {theme.MEMORY[c].label}", f"@{c}{{0,0.0}}") for c in (*draw.ON_DEVICE, "host")]
-        rows = [("rank", "@rank"), *rows, ("predicted peak", "@peak{0,0.0}")]
-        draw.hover_bars(fig, source, rows, right="peak", y="bar", height=PREDICTED_BAR)
 
     def update(self, steps: Sequence[Step]) -> None:
         measured = [s for s in steps if any(e.memory.peak_bytes for e in s.events)]  # none before the first ledger step
@@ -132,7 +127,7 @@ class MemoryPanel(Panel):
         if steps:
             self._over.write(steps, self._limit)
         for step in steps:
-            self._loading |= {e.rank: e.memory.loading_bytes for e in step.events if e.memory.loading_bytes}
+            self._loading = max(e.memory.loading_bytes or self._loading for e in step.events)
             if any(e.ledger for e in step.events):
                 self._ledger_spec = step.spec_id
         if measured:
@@ -159,33 +154,26 @@ class MemoryPanel(Panel):
 
     def _cover_now(self) -> None:
         line = [] if self._limit is None else [self._limit / self._unit]
-        shown = [table.column(name) for table in (self._now, self._predicted) for name in ("peak", "host")]
-        shown.append(self._now.column("loading"))
+        shown = [self._now.column("peak"), self._now.column("host"), self._predicted.column("peak")]
         self._range.cover(np.concatenate([*shown, line]))
 
     def _write_predicted(self) -> None:
         p = self._prediction
-        if p is None:
-            self._predicted.clear()
-            return
-        parts = [p.at_peak.of_role(Role(c)) for c in draw.ON_DEVICE]
-        scaled = [b / self._unit for b in (*parts, p.host_bytes, p.peak_bytes)]
-        rows = [[rank, rank + 0.25, *scaled] for rank in range(self.world_size)]
-        self._predicted.replace(rows, {"label": [size(p.peak_bytes)] * self.world_size})
+        rows = [[rank + 0.25, p.peak_bytes / self._unit] for rank in range(self.world_size)] if p is not None else []
+        self._predicted.replace(rows, {"label": [size(p.peak_bytes)] * self.world_size if p is not None else []})
 
     def _write_now(self, step: Step) -> None:
         hosted = any(e.memory.host_bytes for e in step.events)
         shift = 0.1 if hosted or self._prediction is not None else 0.0
         below = 0.08 if self._prediction is not None else 0.0  # the prediction's place
-        drawn = (self._over.unit, shift, below, [sizes(e.memory) for e in step.events], dict(self._loading))
+        drawn = (self._over.unit, shift, below, [sizes(e.memory) for e in step.events])
         if drawn == self._drawn:
             return  # between two measurements memory does not change: nothing to paint
         self._drawn = drawn
         rows = []
         for e in step.events:
             m = e.memory
-            loading = self._loading.get(e.rank, math.nan)  # NaN: no mark
-            amounts = (*sizes(m), m.allocated_bytes, m.reserved_bytes or 0, m.outside_bytes, loading)
+            amounts = (*sizes(m), m.allocated_bytes, m.reserved_bytes or 0, m.outside_bytes)
             bar = e.rank - shift
             on_host = e.rank + draw.BAR / 2 + shift + below if hosted else math.nan  # NaN: no bar
             place = [e.rank, bar, on_host, bar - draw.BAR / 2 - 0.05, bar + draw.BAR / 2 + 0.05]
@@ -208,8 +196,7 @@ class MemoryPanel(Panel):
         pooled = f" What is gathered and sent is in a pool of {size(pool)} that ranks share." if pool else ""
         note = f"Tensors at the peak of a step; the process has {size(outside)} more.{pooled}"
         if self._loading:
-            legend.append(Key(label="host, while loading", token="ink.peak", hatch="triangle"))
-            note += f" While weights were read, the host held {size(max(self._loading.values()))} more."
+            note += f" While weights were read, the host held {size(self._loading)} more."
         if self._limit is not None:
             legend.append(Key(label="limit", token="ink.marker", hatch="dashes"))
         return Captions(reading=reading, legend=tuple(legend), note=note)

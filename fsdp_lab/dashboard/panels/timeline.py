@@ -30,7 +30,6 @@ MOST_ROWS = 4  # for overlapping spans of a track; more of them cover each other
 MOST_SPANS = 6000  # drawn; the shortest are left out
 REDRAW_S = 0.4
 RANGE_STEPS = 8  # the x range holds the longest of this many last steps
-RANGE_PATIENCE = 4  # it shrinks after this many pictures that leave a tenth of it empty
 
 # Track -> theme token, unless the name of a span decides; in the order of rows in a lane, from the top.
 TRACK_TOKENS: Mapping[Track, str] = {
@@ -76,7 +75,7 @@ class TimelinePanel(Panel):
         self._tracks: set[Track] = set()  # that have occurred under this Spec
         self._tokens: set[str] = set()
         self._lengths: deque[float] = deque(maxlen=RANGE_STEPS)  # ms
-        self._range = ZeroRange(headroom=1.02, slack=0.6, steps=FINE, patience=RANGE_PATIENCE)
+        self._range = ZeroRange(headroom=1.02, slack=0.8, steps=FINE)
         self._timeline: Timeline | None = None  # of the step that is shown
         self._drawn_lanes: dict[int, RankLane] = {}
         self.sources = (self._spans, self._lanes)
