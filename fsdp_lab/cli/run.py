@@ -234,7 +234,7 @@ def rank_table(latest: Sequence[StepEvent]) -> Table:
 
 def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("spec", type=Path, help='a file with {"workload": {...}, "strategy": {...}, "world_size": 2}')
-    to = "script: for torchrun, with torch's own FSDP2, FSDP1 or DDP; accelerate: for accelerate launch --config_file"
+    to = "script: for torchrun, with torch's own FSDP2, FSDP1 or DDP"
     parser.add_argument("--to", choices=TARGETS, required=True, help=f"{to}; spec: for fsdp-lab run")
     output = "output file (default: standard output, but not for a script)"
     parser.add_argument("--output", type=Path, metavar="FILE", help=output)

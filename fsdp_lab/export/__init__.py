@@ -1,4 +1,4 @@
-"""A Spec for other programs: as a torchrun script, an Accelerate config, or JSON; and a checkpoint's model.
+"""A Spec for other programs: as a torchrun script or JSON; and a checkpoint's model.
 
 What a target cannot express raises a `SpecError` that names the field. What has no effect there, or belongs into the user's
 own script, is listed at the top of the file. No field is dropped silently. Read target.py first."""
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fsdp_lab.spec.checkpoint_format import Checkpoint
     from fsdp_lab.spec.spec import Spec
 
-TARGETS = ("script", "accelerate", "spec")
+TARGETS = ("script", "spec")
 
 StrPath = str | os.PathLike[str]
 
@@ -32,11 +32,6 @@ def export_script(spec: Spec, path: StrPath, *, force: bool = False) -> Path:
     Raises ArgumentError: the files cannot be written. SpecError: torch's own backends or the script cannot express a
     field."""
     return export(spec, "script", path, force=force)
-
-
-def export_accelerate(spec: Spec, path: StrPath, *, force: bool = False) -> Path:
-    """Writes a config for `accelerate launch --config_file`. Otherwise as `export_script`."""
-    return export(spec, "accelerate", path, force=force)
 
 
 def export_spec(spec: Spec, path: StrPath, *, force: bool = False) -> Path:
@@ -79,14 +74,10 @@ def text_of(spec: Spec, target: str) -> str:
             from fsdp_lab.export.script import script
 
             return script(spec)[0]
-        case "accelerate":
-            from fsdp_lab.export.accelerate import config
-
-            return config(spec)
         case "spec":
             return spec.to_json() + "\n"
         case _:
             raise ValueError(f"target {target!r} is refused; give one of {', '.join(TARGETS)}")
 
 
-__all__ = ["TARGETS", "export", "export_accelerate", "export_model", "export_script", "export_spec", "text_of"]
+__all__ = ["TARGETS", "export", "export_model", "export_script", "export_spec", "text_of"]

@@ -26,7 +26,7 @@ from fsdp_lab.base.errors import ArgumentError, plain_errors
 from fsdp_lab.base.formatting import Table
 from fsdp_lab.base.generation import Completion
 from fsdp_lab.base.process import usable_cores
-from fsdp_lab.export import export_accelerate, export_script, export_spec
+from fsdp_lab.export import export_script, export_spec
 from fsdp_lab.runs.diagnosis import Diagnosis, diagnose
 from fsdp_lab.runs.evaluation import EarlyStopping, Evaluation
 from fsdp_lab.runs.steps import EventStore, Step
@@ -237,10 +237,6 @@ class RunQueries:
         """Writes a torchrun script that trains the Spec applied last with torch alone; see `fsdp_lab.export`. Raises
         FieldError: of the path, or of a field that torch's own backends or the script cannot express."""
         return export_script(exported(self.spec), path, force=force)
-
-    def export_accelerate(self: RunView, path: str | os.PathLike[str], *, force: bool = False) -> Path:
-        """Writes a config for `accelerate launch`. As `export_script` otherwise."""
-        return export_accelerate(exported(self.spec), path, force=force)
 
     def export_spec(self: RunView, path: str | os.PathLike[str], *, force: bool = False) -> Path:
         """Writes the Spec as JSON, which `fsdp-lab run` takes. As `export_script` otherwise."""

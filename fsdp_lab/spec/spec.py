@@ -179,7 +179,6 @@ class Strategy:
         None, whole(1),
         only(YOURS, (None,), "your engine has one group, that of all ranks"),
         only("fsdp1 ddp", (None,), "{} cannot reshard to a smaller group", "leave it empty", other="use backend lab"),
-        only("accelerate/fsdp2", (None,), "Accelerate reshards to all ranks or to none", "leave it empty"),
         group="Sharding", help="Ranks that share the parameters between forward and backward", planned=True,
         choices=_group_sizes, between_ranks=True,
     )
@@ -218,7 +217,6 @@ class Strategy:
         only(YOURS, (None,), _ONE_AHEAD),
         only("ddp", (None, 0), "DDP gathers no parameters", "use 0", fix=0),
         only("fsdp1", (None, 0, 1), _FSDP1_ONE_AHEAD, "use 0 or 1", fix=1),
-        only("accelerate/fsdp2", (None, 0), "Accelerate sets none for FSDP2", "use 0", fix=0),
         group="Schedule", help="Units gathered ahead", choices=(None, 0, 1, 2, 3), typed="4",
         automatic=lambda now: BACKEND_TRAITS[now["backend"]].own_prefetch or str(PrefetchPolicy().forward_prefetch),
     )
@@ -228,7 +226,6 @@ class Strategy:
         only("fsdp1", (1, 0), _FSDP1_ONE_AHEAD, "use 0 or 1"),
         Limit(of=("fsdp2",), allows=lambda v: v >= 1, fix=1, why="FSDP2 always prefetches in the backward",
               hint="use 1 or more", other=""),
-        only("accelerate/fsdp2", (1,), "Accelerate leaves FSDP2's own, one unit ahead", "use 1"),
         group="Schedule", help="Units gathered ahead", most=16,
     )
     # Issued before the backward of the unit that computes, or after it.
@@ -245,7 +242,6 @@ class Strategy:
         only("fsdp1", (2, 0), "FSDP1's limiter is on, at 2, or off", "use 0 or 2"),
         only("fsdp2", (2,), "FSDP2 has no limiter to set", "use 2"),
         only("ddp", (2,), "DDP gathers no parameters", "use 2"),
-        only("accelerate/fsdp1", (2,), "Accelerate's config leaves FSDP1's limiter on", "use 2"),
         group="Schedule", label="gathers in flight", help="0: no limit", planned=True, most=64,
     )
     # Units whose whole gradients are in flight; the backward waits before it sends one more.
@@ -253,7 +249,6 @@ class Strategy:
         1, whole(1),
         only(YOURS, (1,), "your engine is asked to reduce one unit at a time"),
         only("fsdp1 ddp", (1,), "{} has no limit to set", "use 1", other="backend lab"),
-        only("accelerate/fsdp2", (1,), "Accelerate leaves FSDP2's own, one at a time", "use 1"),
         group="Schedule", label="reductions in flight", help="Whole gradients", planned=True, most=64,
     )
     recompute: str = knob("none", _RECOMPUTE, group="Schedule", help="Activations computed again in the backward",

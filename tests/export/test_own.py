@@ -64,13 +64,6 @@ def test_what_a_script_cannot_contain_is_named(more: str, others: dict[str, str]
     assert str(refused.value).startswith(said)
 
 
-def test_accelerates_config_wraps_its_blocks_and_names_its_code() -> None:
-    text = text_of(spec(**own(backend="fsdp2")), "accelerate")
-    assert "fsdp_transformer_layer_cls_to_wrap: Block" in text
-    assert '#     model: "build"' in text and "class Net" not in text
-    assert "code of your own, whose source is in the Spec" in text
-
-
 @pytest.mark.slow
 def test_its_checkpoint_is_no_model_of_transformers(pool: Pool, tmp_path: Path) -> None:
     saved(pool, spec(), tmp_path)
