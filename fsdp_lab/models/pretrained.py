@@ -10,9 +10,8 @@ experts that a file has one by one, is refused.
 
 from __future__ import annotations
 
-import glob
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -189,17 +188,15 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
 
 
-def smallest_patterns(wanted: Iterable[str], names: Iterable[str]) -> list[str]:
+def smallest_patterns(wanted: Collection[str], names: Iterable[str]) -> list[str]:
     """The fewest patterns "module.*", or names, that have all of `wanted` and no other of `names`."""
-    wanted = sorted(wanted)
     others = set(names) - set(wanted)
     patterns: dict[str, None] = {}
-    for name in wanted:
+    for name in sorted(wanted):
         words = name.split(".")
         prefixes = (".".join(words[:count]) + "." for count in range(1, len(words)))
         prefix = next((p for p in prefixes if not any(other.startswith(p) for other in others)), None)
-        alone = prefix is None or sum(other.startswith(prefix) for other in wanted) == 1
-        patterns[glob.escape(name if alone else str(prefix)) + ("" if alone else "*")] = None
+        patterns[name if prefix is None else f"{prefix}*"] = None
     return list(patterns)
 
 
