@@ -29,7 +29,7 @@ class LongWork(enum.Enum):
 
     READ = "reads its data", 900.0
     TOKENISE = "makes its data into tokens", 900.0  # without progress: see `LongWorkLog.renew`
-    AWAIT_TOKENS = "waits for another rank to make their data into tokens", 900.0  # which makes no progress
+    AWAIT_TOKENS = "waits for another rank to make their data into tokens", 900.0
     BUILD = "builds the model", 900.0
     DRAW = "draws initial values", 900.0
     LOAD = "loads values", 900.0

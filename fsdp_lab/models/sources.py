@@ -107,7 +107,7 @@ class TokenSource(Source):
             parts = [rows[:0]]
             for i in range(0, len(rows), _ROWS):
                 parts.append(self._count(self._read(rows[i : i + _ROWS])))
-                progress()  # after each part, since all tokens may be read
+                progress(False)  # after each part, since all tokens may be read
             counts = np.concatenate(parts)
         self._kept = np.flatnonzero(counts)
         self.count = len(self._kept)

@@ -89,11 +89,8 @@ class FolderTokenizer:
         try:
             loaded: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         except Exception as e:  # of many classes
-            if not (folder / FILE).is_file() and any((folder / name).is_file() for name in _SENTENCEPIECE):
-                said, hint = "it is SentencePiece's", f"install sentencepiece, save it where that is as a {FILE}"
-            else:
-                said, hint = " ".join(str(e).split())[:200], "save it again"
-            raise _refusal(f"the tokenizer in {folder} cannot be opened ({said})", hint) from e
+            said = " ".join(str(e).split())[:200]
+            raise _refusal(f"the tokenizer in {folder} cannot be opened ({said})", f"save it as a {FILE}") from e
         if not loaded.is_fast:
             raise _refusal(f"the tokenizer in {folder} is not a fast one", "give one with a tokenizer.json")
         self._tokenizer = loaded

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_lab.models.cache import Progress, Progresses, cached
+from fsdp_lab.models.cache import Progress, cached
 from fsdp_lab.models.data import Ids, Text, encode
 from fsdp_lab.models.records import Records, Sample, refusal
 from fsdp_lab.models.tokenizers import InexactChat, Tokenizer
@@ -83,14 +83,14 @@ def bytes_as_tokens(text: Text) -> Tokens:
     return Tokens(ids=_Bytes(text), ends=ends, has_special=False, name=name, notes=(note,), fingerprint=mark)
 
 
-def open_tokens(records: Records, tokenizer: Tokenizer, *, whole: bool, progress: Progresses) -> Tokens:
+def open_tokens(records: Records, tokenizer: Tokenizer, *, whole: bool, progress: Progress) -> Tokens:
     """The tokens of `records`, made if they are not kept yet. `whole`: each sample is a row of its own, with the special
-    tokens that the tokenizer puts around it. Raises SpecError, and what `progress.check` raises."""
+    tokens that the tokenizer puts around it. Raises SpecError, and what `progress` raises."""
     import pyarrow
 
     key = repr((_FORMAT, records.digest(), tokenizer.digest, whole)).encode()
     name = f"tokens-{hashlib.blake2b(key, digest_size=16).hexdigest()}.arrow"
-    file = cached(name, lambda path: _write(path, records, tokenizer, whole, progress.made), progress)
+    file = cached(name, lambda path: _write(path, records, tokenizer, whole, progress), progress)
     with pyarrow.memory_map(str(file)) as mapped:
         table = pyarrow.ipc.open_stream(mapped).read_all()
     ids = _Lists(table["ids"])
@@ -156,7 +156,7 @@ def _write(path: Path, records: Records, tokenizer: Tokenizer, whole: bool, prog
                 "ends": [int(sample.ends) for sample in batch],
             }
             stream.write_batch(pyarrow.RecordBatch.from_pydict(columns, schema=schema))
-            progress()
+            progress(False)
 
 
 def _batches(records: Iterable[Sample]) -> Iterator[list[Sample]]:

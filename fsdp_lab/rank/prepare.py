@@ -42,7 +42,6 @@ from fsdp_lab.models import (
 )
 from fsdp_lab.models.batches import SOURCE_FIELDS
 from fsdp_lab.models.build import Values
-from fsdp_lab.models.cache import Progresses
 from fsdp_lab.models.flops import Peak
 from fsdp_lab.models.lora import AdaptedValues, adapted
 from fsdp_lab.models.own import OwnCost, OwnModel, OwnSource, signature
@@ -83,12 +82,15 @@ class Preparation:
 
     def __init__(self, info: RankInfo, work: LongWorkLog, check: Callable[[], None]) -> None:
         """`check`: raises after an abort; called while another rank makes this one's data."""
-        self._info, self._work = info, work
-        made, awaited = (partial(work.renew, kind) for kind in (LongWork.TOKENISE, LongWork.AWAIT_TOKENS))
-        self._progress = Progresses(made=made, awaited=awaited, check=check)
+        self._info, self._work, self._check = info, work, check
         self._peaks: dict[torch.dtype, BestPeak] = {}
         self._flops: dict[str, Flops] = {}
         self.own_costs: dict[str, OwnCost] = {}
+
+    def _progress(self, awaits: bool) -> None:
+        self._work.renew(LongWork.AWAIT_TOKENS if awaits else LongWork.TOKENISE)
+        if awaits:
+            self._check()
 
     def prepare(
         self,

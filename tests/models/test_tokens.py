@@ -24,7 +24,6 @@ from transformers import AutoTokenizer
 
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models import Batches, cache, resolve, tokens
-from fsdp_lab.models.cache import Progresses
 from fsdp_lab.models.check import check, notes_on
 from fsdp_lab.models.sources import IGNORED, Batch, TokenSource
 from fsdp_lab.models.tokenizers import ByteTokenizer, FolderTokenizer
@@ -136,7 +135,10 @@ def test_how_much_is_read_at_once_does_not_show(
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "other"))
     monkeypatch.setattr(tokens, "_BATCH_CHARS", 50)
     monkeypatch.setattr("fsdp_lab.models.records.PIECE_CHARS", 100)
-    progress = Progresses(made=lambda: sizes.append(next((tmp_path / "other").glob("*.part")).stat().st_size))
+
+    def progress(awaits: bool) -> None:
+        sizes.append(next((tmp_path / "other").glob("*.part")).stat().st_size)
+
     source = batches(workload, progress=progress).source
     again = source.collate(np.arange(source.count), np.arange(source.count))["input_ids"]
     assert torch.equal(again, whole)
@@ -147,7 +149,8 @@ def test_every_format_of_the_same_records_has_the_same_tokens(tmp_path: Path, fo
     texts = uneven(50, 9)
     table = pa.table({"other": range(50), "text": texts})
     json_lines(tmp_path / "a" / "records.jsonl", texts)
-    json_lines(tmp_path / "b" / "records.json", texts)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "records.json").write_text(json.dumps([{"text": said} for said in texts], indent=1))
     for name, part in (("0", table[:20]), ("1", table[20:])):
         (tmp_path / "c").mkdir(exist_ok=True)
         pyarrow.parquet.write_table(part, tmp_path / "c" / f"{name}.parquet")
@@ -309,7 +312,10 @@ def test_tokens_are_made_once_for_a_content(tmp_path: Path, folder: str, monkeyp
     data = json_lines(tmp_path / "some.jsonl", uneven(40, 9))
     workload = Workload(model=GPT2, data=data, tokenizer=folder, seq_len=8)
     made: list[int] = []
-    progress = Progresses(made=lambda: made.append(1))
+
+    def progress(awaits: bool) -> None:
+        made.append(1)
+
     before = batches(workload, progress=progress).source
     assert made == [1]
     again = batches(dataclasses.replace(workload, seq_len=16), progress=progress).source
@@ -335,7 +341,10 @@ def _both(place: Place, workload: Workload, folder: str) -> tuple[int, list[list
 def _both_in_cache(place: Place, workload: Workload) -> tuple[int, list[list[int]], str]:
     made = []
 
-    def making() -> None:
+    def progress(awaits: bool) -> None:
+        if awaits:
+            place.store.set("waiting", "1")
+            return
         made.append(1)
         if place.rank == 0:
             place.store.set("making", "1")
@@ -343,7 +352,6 @@ def _both_in_cache(place: Place, workload: Workload) -> tuple[int, list[list[int
 
     if place.rank == 1:
         place.store.wait(["making"])
-    progress = Progresses(made=making, awaited=lambda: place.store.set("waiting", "1"))
     try:
         reader = batches(workload, place.rank, 2, progress=progress)
     except SpecError as e:
@@ -364,7 +372,7 @@ def test_what_a_killed_process_has_begun_is_made_again(tmp_path: Path, own_cache
     child = os.fork()
     if child == 0:
         try:
-            batches(workload, progress=Progresses(made=lambda: os.kill(os.getpid(), signal.SIGKILL)))
+            batches(workload, progress=lambda awaits: os.kill(os.getpid(), signal.SIGKILL))
         finally:
             os._exit(1)  # it is not to go on as a second pytest
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
@@ -377,14 +385,14 @@ def test_an_interrupt_leaves_nothing_and_ends_a_wait(tmp_path: Path, own_cache: 
     data = json_lines(tmp_path / "some.jsonl", uneven(40, 9))
     workload = Workload(model=GPT2, data=data, packing="padded", seq_len=64)
 
-    def interrupt() -> None:
+    def interrupt(awaits: bool) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        batches(workload, progress=Progresses(made=interrupt))
+        batches(workload, progress=interrupt)
     (lock,) = own_cache.iterdir()
     with FileLock(lock), pytest.raises(KeyboardInterrupt):
-        batches(workload, progress=Progresses(check=interrupt))
+        batches(workload, progress=interrupt)
     assert batches(workload).source.count == 40
 
 
@@ -405,7 +413,7 @@ def test_a_disk_that_is_full_is_said_and_left_as_it_was(
 ) -> None:
     monkeypatch.setenv(cache.VARIABLE, str(small_disk / "cache"))
     data = json_lines(tmp_path / "some.jsonl", uneven(4000, 20))
-    error = refused("workload.data", "there is no room in .*cache for its tokens", data=data)
+    error = refused("workload.data", "its tokens cannot be kept in .*cache .*No space left", data=data)
     assert "FSDP_LAB_CACHE" in error.hint and {f.suffix for f in (small_disk / "cache").iterdir()} <= {".lock"}
     few = json_lines(tmp_path / "few.jsonl", uneven(40, 9))
     assert batches(Workload(model=GPT2, seq_len=8, data=few)).source.count > 10, "what fits is made"
@@ -468,7 +476,7 @@ def test_files_of_a_tokenizer_that_is_not_in_one_are_used_and_not_passed_over(tm
     bare = {"tokenizer_config.json": '{"tokenizer_class": "GPT2Tokenizer"}'}
     refused("workload.tokenizer", "has no tokens of text", model=weights_in(tmp_path / "bare", bare, gpt2), **given)
     pieces = weights_in(tmp_path / "pieces", {"tokenizer.model": "\0"}, gpt2)
-    assert "install sentencepiece" in refused("workload.tokenizer", "it is SentencePiece's", model=pieces, **given).hint
+    refused("workload.tokenizer", "pieces cannot be opened", model=pieces, **given)
     assert notes_on(classic) == notes_on(bert) == ()
 
 
@@ -509,12 +517,11 @@ def test_the_models_own_tokenizer_is_the_default(tmp_path: Path) -> None:
     ("name", "content", "said"),
     [
         ("b.jsonl", b"", "b.jsonl: the file is empty"), ("b.jsonl", b"\n\n", "b.jsonl: has no records"),
-        ("b.jsonl", b'{"text": "w1"}\n{"text": ', "b.jsonl: record 2 is not JSON"),
-        ("b.jsonl", b'[1]\n', "b.jsonl: record 1 is of type list, not an object"),
-        ("b.jsonl", b'{"text": "w1"}\n{"text": "w1 \\ud83d"}\n', "b.jsonl: record 2 'text' has half of a surrogate pair"),
-        ("b.jsonl", '{"text": "w1"}\n'.encode("utf-16"), "b.jsonl: record 1 is not UTF-8"),
+        ("b.jsonl", b'{"text": "w1"}\n{"text": ', "b.jsonl: is not JSON that can be read .*in row 1"),
+        ("b.jsonl", b'{"text": "w1"}\n{"text": "w1 \\ud83d"}\n', "b.jsonl: is not JSON that can be read .*surrogate pair"),
+        ("b.jsonl", '{"text": "w1"}\n'.encode("utf-16"), "b.jsonl: is not JSON that can be read"),
         ("b.jsonl", b'{"text": 3}\n', "b.jsonl: record 1 'text' is of type int, not text"),
-        ("b.jsonl", b'{"txt": "w1"}\n', "b.jsonl: record 1 has no 'text', only 'txt'"),
+        ("b.jsonl", b'{"txt": "w1"}\n', "b.jsonl: record 1 'text' is null, not text"),
         ("b.parquet", b"PAR1 no", "b.parquet: is not Parquet that can be read"),
         ("b.arrow", b"no arrow at all", "b.arrow: is not Arrow that can be read"),
     ],
@@ -529,12 +536,14 @@ def test_a_broken_file_in_the_middle_of_a_folder_is_named(
 
 
 def test_what_json_can_hold_is_what_the_tokenizer_gets(tmp_path: Path, folder: str) -> None:
-    """A mark of the byte order, ends of lines, other separators in a text, a NUL, halves in another column, a long line."""
+    """A mark of the byte order, ends of lines, other separators in a text, a NUL, a column of two types, a long line."""
     said = ["w1\u2028w2\x85w3", "w4 \0 w5", "w6 \U0001f642", "w7" + " " * 1_200_000 + "w8"]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for name, end, sides in (("a.jsonl", "\n", said), ("b.json", "\r", said[::-1])):
-        lines = [json.dumps({"text": s, "\ud83d": "\udc00"}, ensure_ascii=s is said[2]) for s in sides]
-        content = "".join(line + end for line in lines).encode("utf-8", "surrogatepass")
+        lines = [
+            json.dumps({"text": s, "other": i if i % 2 else s}, ensure_ascii=s is said[2]) for i, s in enumerate(sides)
+        ]
+        content = "".join(line + end for line in lines).encode()
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
         found = rows(Workload(model=GPT2, data=str(tmp_path / name), tokenizer=folder, seq_len=4, **IN_ORDER))
         alone = [i for s in sides for i in [*tokenizer(s).input_ids, END]]
@@ -590,12 +599,10 @@ def test_what_has_no_samples_is_refused(tmp_path: Path, folder: str) -> None:
     (tmp_path / "latin.txt").write_bytes(b"w1 \xe9 w2")
     refused("workload.data", "is not text in UTF-8", data=str(tmp_path / "latin.txt"), tokenizer=folder)
     lines = {"data": str(tmp_path / "latin.txt"), "tokenizer": folder, "packing": "padded"}
-    refused("workload.data", "latin.txt is not text in UTF-8 in line 1", **lines)
+    refused("workload.data", "latin.txt is not text in UTF-8", **lines)
     datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["w1"]})}).save_to_disk(tmp_path / "splits")
-    error = refused("workload.data", "has the splits train", data=str(tmp_path / "splits"), tokenizer=folder)
+    error = refused("workload.data", "has several splits", data=str(tmp_path / "splits"), tokenizer=folder)
     assert error.hint.endswith("splits/train")
-    (tmp_path / "splits" / "train" / "state.json").unlink()
-    refused("workload.data", "has a dataset_dict.json and no split", data=str(tmp_path / "splits"))
 
 
 def test_what_is_written_beside_records_is_none_of_them(tmp_path: Path, folder: str) -> None:
@@ -609,11 +616,6 @@ def test_what_is_written_beside_records_is_none_of_them(tmp_path: Path, folder: 
     assert source.fingerprint == alone.fingerprint and "40 samples" in source.description
     (data / "c.csv").write_text("a,b")
     refused("workload.data", r"has files of records, such as A.JSONL, and others, such as .*c\.csv", data=str(data))
-    (data / "c.csv").unlink()
-    (data / "c.json").write_text('\n[\n  {"text": "w1"}]')
-    error = refused("workload.data", "c.json: is one JSON array", data=str(data), tokenizer=folder)
-    assert "jq -c '.[]' c.json > c.jsonl" in error.hint
-    refused("workload.data", "c.json: is one JSON array", data=str(data / "c.json"))
 
 
 def test_bytes_stay_what_they_are(tmp_path: Path) -> None:
