@@ -50,7 +50,7 @@ _PARAMETER, _BUFFER = "parameter.", "buffer."  # names in a checkpoint of this l
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class FilePart:
     """Consecutive elements of a flattened tensor in a file."""
 
     path: Path
@@ -65,7 +65,7 @@ class StoredTensor:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[FilePart, ...]
     flat: bool = False
 
     @property
@@ -201,7 +201,7 @@ def _joined(name: str, entries: Sequence[_Entry]) -> StoredTensor:
     shape = (*rows, *first.sizes[1:])
     row = math.prod(shape[1:])
     parts = [
-        Part(path=e.path, begin=row * sum(e.offsets[:1]), numel=math.prod(e.sizes), begin_byte=e.begin_byte)
+        FilePart(path=e.path, begin=row * sum(e.offsets[:1]), numel=math.prod(e.sizes), begin_byte=e.begin_byte)
         for e in entries
     ]
     if any(e.sizes[1:] != shape[1:] or any(e.offsets[1:]) for e in entries):

@@ -27,25 +27,15 @@ from fsdp_lab.base.errors import FieldError, SpecError
 from fsdp_lab.base.events import Carrier
 from fsdp_lab.base.hang import LongWork
 from fsdp_lab.engine import ShardMesh
-from fsdp_lab.models import (
-    Batches,
-    BestPeak,
-    Flops,
-    Pretrained,
-    Weights,
-    build_skeleton,
-    count_flops,
-    device_peak,
-    initial_values,
-    resolve,
-    weights_folder,
-)
-from fsdp_lab.models.batches import SOURCE_FIELDS
-from fsdp_lab.models.build import Values
-from fsdp_lab.models.flops import Peak
+from fsdp_lab.models.batches import SOURCE_FIELDS, Batches
+from fsdp_lab.models.build import Values, build_skeleton
+from fsdp_lab.models.configs import resolve
+from fsdp_lab.models.flops import BestPeak, Flops, Peak, count_flops, device_peak
 from fsdp_lab.models.lora import AdaptedValues, adapted
 from fsdp_lab.models.own import OwnCost, OwnModel, OwnSource, signature
 from fsdp_lab.models.presets import CACHE_ALWAYS, facts_of
+from fsdp_lab.models.pretrained import Pretrained, initial_values, weights_folder
+from fsdp_lab.models.weights import Weights
 from fsdp_lab.rank.heartbeat import LongWorkLog
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.trainer import StepCost

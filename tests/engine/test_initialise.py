@@ -16,7 +16,9 @@ from fsdp_lab.engine import (
     sharded_parameters,
     shards_of,
 )
-from fsdp_lab.models import Initializer, Weights, build_skeleton, resolve
+from fsdp_lab.models.build import Initializer, build_skeleton
+from fsdp_lab.models.configs import resolve
+from fsdp_lab.models.weights import Weights
 from fsdp_lab.spec.spec import Strategy
 from tests.engine.toys import (
     Net,

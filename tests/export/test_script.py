@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.export import export_script, text_of
-from fsdp_lab.models import Batches, resolve
+from fsdp_lab.models.batches import Batches
+from fsdp_lab.models.configs import resolve
 from fsdp_lab.spec.spec import Precision
 from tests.export.ranks import exported, in_the_lab, losses_of, spec, torchrun
 from tests.models import words

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_lab.models import Initializer, build_skeleton, resolve
+from fsdp_lab.models.build import Initializer, build_skeleton
+from fsdp_lab.models.configs import resolve
 
 SMALL: Mapping[str, Any] = {
     "gpt2": "gpt2-1m",

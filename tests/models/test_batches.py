@@ -15,9 +15,9 @@ from PIL import Image
 from transformers import ByT5Tokenizer
 
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.models import Batches, resolve
-from fsdp_lab.models.batches import Order, open_source
+from fsdp_lab.models.batches import Batches, Order, open_source
 from fsdp_lab.models.check import check
+from fsdp_lab.models.configs import resolve
 from fsdp_lab.models.data import STDLIB_CAP_BYTES, FolderImages, encode, open_text
 from fsdp_lab.models.presets import facts_of
 from fsdp_lab.models.sources import IGNORED, Batch, Indices, Source

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.models import build_skeleton, resolve
-from fsdp_lab.models.build import parameters_on_meta
+from fsdp_lab.models.build import build_skeleton, parameters_on_meta
+from fsdp_lab.models.configs import resolve
 from fsdp_lab.models.wrapping import blocks
 from tests.models.small import SIZES, SMALL
 

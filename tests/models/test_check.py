@@ -10,8 +10,9 @@ import pytest
 
 from fsdp_lab.base.errors import ArgumentError, SpecError
 from fsdp_lab.base.generation import Sampling
-from fsdp_lab.models import Batches, resolve
+from fsdp_lab.models.batches import Batches
 from fsdp_lab.models.check import check
+from fsdp_lab.models.configs import resolve
 from fsdp_lab.rank.generation import encoded
 from fsdp_lab.spec.spec import Spec
 from fsdp_lab.spec.workload import Workload

@@ -12,9 +12,20 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_lab.backends.wrapping import prepare, recomputed
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.models import build_skeleton, count_flops, device_peak, flops, flops_per_sample, resolve
+from fsdp_lab.models import flops
+from fsdp_lab.models.build import build_skeleton
 from fsdp_lab.models.check import notes_on
-from fsdp_lab.models.flops import BestPeak, Peak, _from_data_sheet, empty_batch, measured_peak
+from fsdp_lab.models.configs import resolve
+from fsdp_lab.models.flops import (
+    BestPeak,
+    Peak,
+    _from_data_sheet,
+    count_flops,
+    device_peak,
+    empty_batch,
+    flops_per_sample,
+    measured_peak,
+)
 from fsdp_lab.models.presets import facts_of
 from fsdp_lab.spec.spec import Strategy
 from fsdp_lab.spec.workload import Workload

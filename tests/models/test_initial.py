@@ -8,7 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from fsdp_lab.models import Initializer, build, build_skeleton, resolve
+from fsdp_lab.models import build
+from fsdp_lab.models.build import Initializer, build_skeleton
+from fsdp_lab.models.configs import resolve
 from tests.models.small import SMALL, filled
 
 NAMES = [n for n, _ in build_skeleton(resolve(SMALL["llama tied"])).named_parameters()]

@@ -23,8 +23,10 @@ from filelock import FileLock
 from transformers import AutoTokenizer
 
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.models import Batches, cache, resolve, tokens
+from fsdp_lab.models import cache, tokens
+from fsdp_lab.models.batches import Batches
 from fsdp_lab.models.check import check, notes_on
+from fsdp_lab.models.configs import resolve
 from fsdp_lab.models.sources import IGNORED, Batch, TokenSource
 from fsdp_lab.models.tokenizers import ByteTokenizer, FolderTokenizer
 from fsdp_lab.spec.workload import Workload

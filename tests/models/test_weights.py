@@ -17,9 +17,11 @@ from torch.distributed import checkpoint as dcp
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.models import Initializer, Pretrained, Weights, build_skeleton, resolve, weights_folder
+from fsdp_lab.models.build import Initializer, build_skeleton
 from fsdp_lab.models.check import check
-from fsdp_lab.models.pretrained import smallest_patterns
+from fsdp_lab.models.configs import resolve
+from fsdp_lab.models.pretrained import Pretrained, smallest_patterns, weights_folder
+from fsdp_lab.models.weights import Weights
 from fsdp_lab.spec.workload import Workload
 from tests.models.small import SMALL, filled
 

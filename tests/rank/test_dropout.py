@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fsdp_lab.models import resolve
+from fsdp_lab.models.configs import resolve
 from fsdp_lab.models.own import drawing, seed_of_masks
 from fsdp_lab.spec.spec import Spec
 from tests.pool import Place, Pool

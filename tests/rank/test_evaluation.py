@@ -13,7 +13,9 @@ import torch
 
 from fsdp_lab.backends import Backend
 from fsdp_lab.base.events import Role
-from fsdp_lab.models import Batches, build_skeleton, resolve
+from fsdp_lab.models.batches import Batches
+from fsdp_lab.models.build import build_skeleton
+from fsdp_lab.models.configs import resolve
 from fsdp_lab.rank import Session
 from fsdp_lab.spec.spec import Spec
 from tests.backends.train import whole
