@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from fsdp_lab.backends.state import PARAM, Chunk, buffer_key, buffers_in, key
 from fsdp_lab.base.errors import ArgumentError, SpecError
-from fsdp_lab.export.target import SPEC_INSTEAD
 from fsdp_lab.models.batches import open_source
 from fsdp_lab.models.build import Initializer, build_skeleton
 from fsdp_lab.models.check import checked_records, held_out_count, is_language, is_plain
@@ -30,6 +29,7 @@ from fsdp_lab.rank.checkpointing import read_shards
 from fsdp_lab.spec.checkpoint_format import Checkpoint
 from fsdp_lab.spec.workload import Workload
 
+SPEC_INSTEAD = "or export the Spec itself, which contains it"
 SUFFIX = ".files"  # of the folder, in place of the script's .py
 _ROWS = 4096  # written at once
 MODEL_FILES = ("config.json", "adapter_config.json")  # by which a folder is one of a model

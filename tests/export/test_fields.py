@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.export import files, text_of
+from fsdp_lab.export import files
 from fsdp_lab.export.script import script
 from fsdp_lab.models import build, check, lora
 from fsdp_lab.spec.spec import Precision, Spec, Strategy
@@ -85,7 +85,7 @@ ONLY_IN_THE_LAB: list[tuple[dict[str, Any], str]] = [
 def written(given: Spec, folder: Path | None = None) -> tuple[str, ...]:
     """What is written, with the bytes of the files in `folder`."""
     if folder is None:
-        return (text_of(given, "script"),)
+        return (script(given)[0],)
     text, beside = script(given)
     if beside is not None:
         folder.mkdir()
@@ -130,7 +130,7 @@ def test_what_cannot_be_said_is_refused_by_name() -> None:
     for changes, field in ONLY_IN_THE_LAB:
         given = spec(**changes)
         with pytest.raises(SpecError) as refused:
-            text_of(given, "script")
+            script(given)
         e = refused.value
         assert e.field == field, (changes, str(e))
         assert "backend lab" not in e.hint and e.hint.endswith("or export the Spec itself, which contains it")
@@ -143,12 +143,12 @@ def test_weights_are_named_by_an_absolute_folder(tmp_path: Path, monkeypatch: py
     filled("gpt2-1m").save_pretrained(tmp_path / "model", max_shard_size="2MB")  # type: ignore[operator]
     monkeypatch.chdir(tmp_path)
     given = spec(model="gpt2-1m", weights="model")
-    assert f'WEIGHTS = "{tmp_path}/model"' in text_of(given, "script")
+    assert f'WEIGHTS = "{tmp_path}/model"' in script(given)[0]
     with pytest.raises(SpecError, match="of another shape"):
-        text_of(given.replace(model="gpt2-10m"), "script")
+        script(given.replace(model="gpt2-10m"))
 
 
 def test_a_spec_goes_out_and_comes_back() -> None:
     for field, others, value in FIELDS:
         given = spec(**{**others, field: value})
-        assert Spec.from_json(text_of(given, "spec")) == given
+        assert Spec.from_json(given.to_json()) == given
