@@ -1,4 +1,5 @@
-"""`cached`: files that are slow to make, each made once on a machine; `hub_folder`: those of the Hugging Face Hub.
+"""`cached`: files that are slow to make, each made once on a machine; `hub_folder`: those of the Hugging Face Hub; and
+`model_folder` and `weights_folder`: where a Workload's are. Neither torch nor transformers is imported.
 
 Note: one process of a machine makes a file, under a lock (filelock), which is free again when that process ends, however it
 ends. Others poll, so that they can be interrupted.
@@ -11,9 +12,13 @@ import os
 import re
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from fsdp_lab.base.errors import SpecError
+from fsdp_lab.models.presets import PRESETS
+from fsdp_lab.spec.workload import OWN, RANDOM, Workload
 
 VARIABLE = "FSDP_LAB_CACHE"  # the folder; else the user's cache folder of fsdp_lab
 _POLL_S = 0.05
@@ -87,3 +92,36 @@ def hub_folder(name: str, field: str, files: tuple[str, ...] | None = None, *, k
         reason = f"{name} is no file or folder here, and the Hugging Face Hub cannot be reached ({said})"
         hint = f"give a file or folder, such as one that this printed on a machine with a network: {command}"
         raise SpecError(field, reason, hint) from None
+
+
+def model_folder(model: Any, files: tuple[str, ...]) -> Path | None:
+    """The folder of a `Workload.model`, of the Hub with those files; None for a name or a config. Raises SpecError."""
+    if not isinstance(model, str) or model in PRESETS:
+        return None
+    if is_hub_name(model):
+        return hub_folder(model, "workload.model", files)
+    path = Path(model).expanduser()
+    return path if path.is_dir() else path.parent if path.is_file() else None
+
+
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf", ".metadata")  # the last is torch's checkpoints'
+
+
+def weights_folder(workload: Workload) -> Path | None:
+    """The folder of the weights that a workload begins with; None: random values.
+
+    Raises SpecError: `weights` is "own", and its model is no folder.
+    """
+    w = workload
+    if w.weights not in (None, OWN):
+        return None if w.weights == RANDOM else Path(str(w.weights)).expanduser()
+    folder = model_folder(w.model, ("config.json", "*.safetensors", "*.safetensors.index.json"))
+    if folder is not None:
+        there = chain.from_iterable(map(folder.glob, WEIGHTS))  # readable or not
+        has_weights = any(not file.name.startswith("adapter_") for file in there)
+        return folder if w.weights == OWN or has_weights or is_hub_name(w.model) else None
+    if w.weights == OWN:
+        what = f"{w.model} is a name, not a folder" if isinstance(w.model, str) else "a config has no files beside it"
+        reason = f"the model has no weights of its own: {what}"
+        raise SpecError("workload.weights", reason, "name the weights' folder, or use random", {"weights": RANDOM})
+    return None

@@ -1,6 +1,6 @@
 """`Pretrained`: the values of a model from a folder's `Weights`, under its own names, as `from_pretrained` gives them.
 
-`initial_values` makes what a Workload says: these, or random ones by `Initializer`. `weights_folder` says where they are.
+`initial_values` makes what a Workload says: these, or random ones by `Initializer`.
 
 Note: names. transformers' own tables rename what is in a file: those of the model's class, old spellings (LayerNorm.gamma),
 and the prefix of the base model, which is added or removed. A tied parameter has one name in a model, its first; a file may
@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,11 +24,9 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models.build import Initializer
-from fsdp_lab.models.cache import hub_folder, is_hub_name
-from fsdp_lab.models.presets import PRESETS
-from fsdp_lab.models.weights import INDEX, SAFETENSORS, Weights, has_weights
+from fsdp_lab.models.weights import Weights
 from fsdp_lab.spec.param_groups import WRAPPED_NAMES, matches, unmatched, unwrapped
-from fsdp_lab.spec.workload import OWN, RANDOM, Workload
+from fsdp_lab.spec.workload import RANDOM, Workload
 
 _FIELD = "workload.weights"
 _SHOWN = 3  # names of each kind in a message
@@ -46,29 +43,6 @@ def initial_values(
     if weights is None:
         return Initializer(model, workload.seed, check)
     return Pretrained(model, workload, weights, check)
-
-
-def weights_folder(workload: Workload) -> Path | None:
-    """The folder of the weights that a workload begins with; None: random values.
-
-    Raises SpecError: `weights` is "own", and its model is no folder.
-    """
-    w = workload
-    if w.weights == RANDOM:
-        return None
-    if w.weights not in (None, OWN):
-        return Path(str(w.weights)).expanduser()
-    if is_hub_name(w.model):
-        return hub_folder(str(w.model), "workload.model", ("config.json", f"*{SAFETENSORS}", f"*{SAFETENSORS}{INDEX}"))
-    path = Path(w.model).expanduser() if isinstance(w.model, str) and w.model not in PRESETS else None
-    if path is not None and path.exists():
-        folder = path if path.is_dir() else path.parent
-        return folder if w.weights == OWN or has_weights(folder) else None
-    if w.weights == OWN:
-        what = f"{w.model} is a name, not a folder" if isinstance(w.model, str) else "a config has no files beside it"
-        reason = f"the model has no weights of its own: {what}"
-        raise SpecError(_FIELD, reason, "name the weights' folder, or use random", {"weights": RANDOM})
-    return None
 
 
 class Pretrained:

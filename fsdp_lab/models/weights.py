@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fsdp_lab.base.errors import ArgumentError, SpecError
+from fsdp_lab.models.cache import WEIGHTS
 from fsdp_lab.spec import checkpoint_format
 from fsdp_lab.spec.param_groups import unwrapped
 
@@ -40,12 +41,6 @@ _DTYPES: Mapping[str, torch.dtype] = {**_FLOATS, **_WHOLE, "BOOL": torch.bool}
 _FIELD = "workload.weights"
 _PIECE = 1 << 20  # elements copied between two calls of `check`
 _SAVE = "model.save_pretrained(folder)"
-_FORMATS = (
-    "*.safetensors",
-    "pytorch_model*.bin",
-    "*.gguf",
-    ".metadata",
-)  # of weights; the last is torch's checkpoints'
 _PARAMETER, _BUFFER = "parameter.", "buffer."  # names in a checkpoint of this lab: backends/state.py
 
 
@@ -136,17 +131,11 @@ class Weights:
             return _collected(files)
         with suppress(ArgumentError):
             return _of_checkpoint(checkpoint_format.find(folder))
-        there = sorted(p.name for p in chain.from_iterable(map(folder.glob, _FORMATS)))
+        there = sorted(p.name for p in chain.from_iterable(map(folder.glob, WEIGHTS)))
         reason = f"{folder} has neither {_WHOLE_FILE} nor an index of several"
         said = f", but {', '.join(there[:2])}, which the lab does not read" if there else ""
         how = f"open it where you trust it, then {_SAVE}, or begin with random"
         raise _broken(reason + said, how if there else f"give a folder that {_SAVE} wrote, or begin with random")
-
-
-def has_weights(folder: Path) -> bool:
-    """Returns whether there are files of weights beside a config, readable or not."""
-    files = chain.from_iterable(map(folder.glob, _FORMATS))
-    return any(not file.name.startswith("adapter_") for file in files)
 
 
 def _broken(reason: str, hint: str = "copy the folder again") -> SpecError:

@@ -29,12 +29,13 @@ from fsdp_lab.base.hang import LongWork
 from fsdp_lab.engine import ShardMesh
 from fsdp_lab.models.batches import SOURCE_FIELDS, Batches
 from fsdp_lab.models.build import Values, build_skeleton
+from fsdp_lab.models.cache import weights_folder
 from fsdp_lab.models.configs import resolve
 from fsdp_lab.models.flops import BestPeak, Flops, Peak, count_flops, device_peak
 from fsdp_lab.models.lora import AdaptedValues, adapted
 from fsdp_lab.models.own import OwnCost, OwnModel, OwnSource, signature
 from fsdp_lab.models.presets import CACHE_ALWAYS, facts_of
-from fsdp_lab.models.pretrained import Pretrained, initial_values, weights_folder
+from fsdp_lab.models.pretrained import Pretrained, initial_values
 from fsdp_lab.models.weights import Weights
 from fsdp_lab.rank.heartbeat import LongWorkLog
 from fsdp_lab.rank.rendezvous import RankInfo

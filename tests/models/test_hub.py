@@ -14,9 +14,9 @@ import torch
 
 from fsdp_lab.models import cache
 from fsdp_lab.models.batches import Batches
+from fsdp_lab.models.cache import weights_folder
 from fsdp_lab.models.check import check
 from fsdp_lab.models.configs import resolve
-from fsdp_lab.models.pretrained import weights_folder
 from fsdp_lab.spec.workload import Workload
 from tests.models.small import filled
 from tests.models.words import uneven, word_tokenizer

@@ -499,8 +499,7 @@ def test_a_tokenizer_that_the_weights_do_not_know_is_refused(tmp_path: Path) -> 
     given = {"model": model, **records, "seq_len": 8}
     assert rows(Workload(tokenizer=more, **given))["input_ids"].max() == 206
     fewer = word_tokenizer(tmp_path / "fewer", words=140)
-    error = refused("workload.tokenizer", r"10 of the 157 tokens .* \('w140' is 147 there, and None here\)",
-                    tokenizer=fewer, **given)  # fmt: skip
+    error = refused("workload.tokenizer", "'w140' has another id in fewer than beside", tokenizer=fewer, **given)
     assert error.fix == {"tokenizer": str(own)}
     assert rows(Workload(tokenizer=fewer, weights="random", **given))["input_ids"].max() < 147
 

@@ -18,12 +18,13 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedM
 
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models.build import Initializer, build_skeleton
+from fsdp_lab.models.cache import weights_folder
 from fsdp_lab.models.check import check
 from fsdp_lab.models.configs import resolve
-from fsdp_lab.models.pretrained import Pretrained, smallest_patterns, weights_folder
+from fsdp_lab.models.pretrained import Pretrained, smallest_patterns
 from fsdp_lab.models.weights import Weights
 from fsdp_lab.spec.workload import Workload
-from tests.models.small import SMALL, filled
+from tests.models.small import SMALL, filled, part
 
 UNTIED = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 300, "n_positions": 128,
           "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
@@ -115,19 +116,13 @@ def test_two_values_of_one_tied_parameter_are_refused(tmp_path: Path) -> None:
     saved(tmp_path, UNTIED)
     given = Pretrained(build_skeleton(resolve(TIED)), Workload(model=TIED, weights=str(tmp_path)), Weights(tmp_path))
     found = []
-    for part in range(3):  # as three ranks share the comparison
+    for third in range(3):  # as three ranks share the comparison
         try:
-            given.check_ties(part, 3)
+            given.check_ties(third, 3)
         except SpecError as e:
             found.append(str(e))
     assert len(found) == 3 and "lm_head.weight and transformer.wte.weight have different values" in found[0]
     Pretrained(build_skeleton(resolve(UNTIED)), Workload(model=UNTIED), Weights(tmp_path)).check_ties(0, 1)
-
-
-def part(weights: Weights, name: str, start: int, stop: int) -> Tensor:
-    values = torch.full((stop - start,), torch.nan)
-    weights.read_into(name, start, values)
-    return values
 
 
 def test_ranges_are_those_of_the_whole(tmp_path: Path) -> None:
