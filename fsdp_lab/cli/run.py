@@ -282,7 +282,7 @@ def checkpoint_lines(folder: Path) -> Iterator[str]:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(c.saved_unix_s))
         strategy = f"{describe_strategy(c.spec)} on {c.spec.world_size} ranks"
         yield f"{c.path.name}  step {c.step}, {size(c.nbytes)}, {c.kind}, of run {c.run}, {when}: {strategy}"
-    for checkpoint in incomplete:
-        yield f"incomplete: {checkpoint.reason}"
+    for reason in incomplete.values():
+        yield f"incomplete: {reason}"
     if not complete and not incomplete:
         yield f"{folder} contains no checkpoint"

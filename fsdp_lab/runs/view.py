@@ -22,7 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import psutil
 
-from fsdp_lab.base.errors import ArgumentError, plain_errors
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.formatting import Table
 from fsdp_lab.base.generation import Completion
 from fsdp_lab.base.process import usable_cores
@@ -83,7 +83,6 @@ def switches_in_force(switches: Sequence[Switch]) -> list[Switch]:
     return in_force
 
 
-@plain_errors
 class Awaited(Generic[T]):
     """A result that another thread sets once. `wait()` or `await` it from any thread or event loop, any number of
     times. Subclasses define `_given_up`: what Ctrl-C in `wait`, or cancelling the task that awaits, does.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
-from fsdp_lab.base.errors import SpecError, is_whole, plain_errors
+from fsdp_lab.base.errors import SpecError, is_whole
 from fsdp_lab.engine.schedule import OffloadPolicy, PrefetchPolicy, Rules
 from fsdp_lab.spec.fields import (
     BOOL,
@@ -159,7 +159,6 @@ def _group_sizes(now: Mapping[str, Any]) -> Sequence[int | None]:
     return (None, *sorted({1, *_divisors(now["world_size"]), now["world_size"]}))
 
 
-@plain_errors
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
     """How the work is sharded, and by which backend. `Spec` refuses what a backend cannot do."""
@@ -353,7 +352,6 @@ class Strategy:
         )
 
 
-@plain_errors
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """One thing that can be run: a workload, a strategy and a world size, valid as a whole. Raises SpecError for a field, or
