@@ -78,19 +78,17 @@ def hub_folder(name: str, field: str, files: tuple[str, ...] | None = None, *, k
     Raises SpecError: of `field`: the Hub has no such repository, or cannot be reached.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
         patterns = None if files is None else [*files]
         return Path(snapshot_download(name, repo_type=kind, allow_patterns=patterns, etag_timeout=_HUB_TIMEOUT_S))
-    except RepositoryNotFoundError:
-        reason = f"{name} is no file or folder here and no {kind} that the Hugging Face Hub shows you"
-        raise SpecError(field, reason, "correct the name, or log in: hf auth login") from None
-    except Exception as e:  # of many classes
+    except Exception as e:  # of many classes: of names, of access, of networks
         command = f"hf download {name}" + (" --repo-type dataset" if kind == "dataset" else "")
         said = " ".join(str(e).split())[:100]
-        reason = f"{name} is no file or folder here, and the Hugging Face Hub cannot be reached ({said})"
-        hint = f"give a file or folder, such as one that this printed on a machine with a network: {command}"
+        reason = f"{name} is no file or folder here, and the Hugging Face Hub does not give it ({said})"
+        hint = (
+            f"correct the name, log in (hf auth login), or give what this prints on a machine with a network: {command}"
+        )
         raise SpecError(field, reason, hint) from None
 
 

@@ -139,27 +139,24 @@ class _Match:
         missing, misshapen, extra = others(self.missing), others(self.misshapen), others(self.extra)
         if not (missing or misshapen or extra):
             return
-        said = []
-        if missing:
-            said.append(f"lack {len(missing)} of the model's tensors ({_listed(missing)})")
-        if misshapen:
-            shapes = [f"{name}: {self.misshapen[name]}" for name in misshapen]
-            said.append(f"have {len(misshapen)} of another shape ({_listed(shapes)})")
-        if extra:
-            said.append(f"have {len(extra)} that it has no place for ({_listed(extra)})")
+        shapes = [f"{name}: {self.misshapen[name]}" for name in misshapen]
+        said = [
+            f"{what.format(len(names))} ({', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''})"
+            for what, names in (
+                ("lack {} of the model's tensors", missing),
+                ("have {} of another shape", shapes),
+                ("have {} that it has no place for", extra),
+            )
+            if names
+        ]
+        patterns = [*fresh, *smallest_patterns({*missing, *misshapen, *extra}, self._names)]
+        hint = f"give this model's weights, or let those begin random: fresh_weights {json.dumps(patterns)}"
+        fix: dict[str, Any] = {"fresh_weights": patterns}
         if wrapped := next((n for n in extra if (inner := unwrapped(n)) != n and inner in self._shapes), ""):
             said.append(f"{WRAPPED_NAMES}: {wrapped} is {unwrapped(wrapped)}")
-            reason = f"the {self._count} tensors in {self._folder} {', and '.join(said)}"
             hint = "write them again by fsdp_lab.unwrap_names(folder, to), and give that folder"
-            raise SpecError(_FIELD, reason, hint, {"weights": RANDOM})
-        patterns = [*fresh, *smallest_patterns({*missing, *misshapen, *extra}, self._names)]
-        reason = f"the {self._count} tensors in {self._folder} {', and '.join(said)}"
-        hint = f"give this model's weights, or let those begin random: fresh_weights {json.dumps(patterns)}"
-        raise SpecError(_FIELD, reason, hint, {"fresh_weights": patterns})
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+            fix = {"weights": RANDOM}
+        raise SpecError(_FIELD, f"the {self._count} tensors in {self._folder} {', and '.join(said)}", hint, fix)
 
 
 def smallest_patterns(wanted: Collection[str], names: Iterable[str]) -> list[str]:

@@ -148,12 +148,8 @@ def open_records(workload: Workload, files: Sequence[tuple[Path, Format]]) -> Re
         most_bytes = STDLIB_CAP_BYTES if workload.data == "stdlib" else None
         by_lines = workload.packing == "padded"
         return Records(name=workload.data, files=tuple(files), by_lines=by_lines, most_bytes=most_bytes)
-    for path, _ in files:
-        if path.is_file() and path.stat().st_size == 0:
-            raise refusal(f"{path}: the file is empty", "remove that file")
     path, kind = files[0]
-    row = next(_rows(path, kind, workload.text_field), None)
-    if row is None:
+    if (row := next(_rows(path, kind, workload.text_field), None)) is None:
         raise refusal(f"{path}: has no records", "remove that file")
     wanted = (workload.text_field,) if workload.text_field is not None else ("text", "messages")
     field = next((name for name in wanted if name in row), None)

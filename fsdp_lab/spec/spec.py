@@ -385,7 +385,7 @@ class Spec:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars, from which `Spec.from_dict` makes an equal Spec."""
-        d: dict[str, Any] = _plain(dataclasses.asdict(self))
+        d: dict[str, Any] = plain(dataclasses.asdict(self))
         return d
 
     @classmethod
@@ -552,7 +552,10 @@ def _rule_sharding(spec: Spec) -> None:
         why = f"needs a shard size between 1 and world_size that divides it, and {world} ranks have none"
         raise _invalid("sharding", f"{sharding} {why}", f"use {enough} ranks, or full_shard", world_size=enough)
     if s.is_hybrid and size is not None and size not in factors:
-        reason, hint = f"{size} is not a divisor of {world} between 1 and {world}", f"use one of {_listed(factors)}"
+        reason, hint = (
+            f"{size} is not a divisor of {world} between 1 and {world}",
+            f"use one of {', '.join(map(str, factors))}",
+        )
         raise _invalid("shard_size", reason, hint, shard_size=factors[-1])
     if (refused := spec.refused_by(s.backend)) is not None:
         raise refused
@@ -599,7 +602,7 @@ def _rule_reshard_size(spec: Spec) -> None:
         hint = "leave it empty, or use full_shard"
     else:
         reason = f"{size} is not a divisor of {spec.world_size} between 1 and {spec.world_size}"
-        hint = f"use one of {_listed(sizes)}, or leave it empty" if sizes else "leave it empty"
+        hint = f"use one of {', '.join(map(str, sizes))}, or leave it empty" if sizes else "leave it empty"
     raise _invalid("reshard_size", reason, hint, reshard_size=None)
 
 
@@ -618,10 +621,6 @@ def _rule_optimizer(spec: Spec) -> None:
 
 _RULES: tuple[Callable[[Spec], None], ...]
 _RULES = (_rule_sharding, _rule_gather, _rule_sync, _rule_reshard_size, _rule_optimizer)
-
-
-def _listed(sizes: Sequence[int]) -> str:
-    return ", ".join(map(str, sizes))
 
 
 def _divisors(world_size: int) -> list[int]:
@@ -689,10 +688,10 @@ def check_field(name: str, value: Any) -> None:
         check_value(f"{part}.{name}", value, FIELDS[name])
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Mappings as dicts and sequences as lists, recursively."""
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     return value

@@ -38,7 +38,7 @@ def test_a_name_is_refused_at_once_where_the_hub_cannot_be_reached(tmp_path: Pat
     done = subprocess.run([sys.executable, "-c", OFFLINE], capture_output=True, text=True, timeout=240, env=environment)
     lines = done.stdout.splitlines()
     assert [line.partition(": ")[0] for line in lines] == ["workload.model", "workload.data", "workload.tokenizer"]
-    assert all("the Hugging Face Hub cannot be reached" in line and "hf download org/name" in line for line in lines)
+    assert all("the Hugging Face Hub does not give it" in line and "hf download org/name" in line for line in lines)
 
 
 def test_what_the_hub_has_is_fetched_once_and_read_as_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
