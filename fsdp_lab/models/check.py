@@ -181,14 +181,14 @@ def _check_text_model(workload: Workload, facts: Facts) -> None:
 def _facts_of_built(workload: Workload) -> Facts:
     """Facts of a model that is no preset, after a forward and backward on meta tensors, which show whether it works."""
     from fsdp_lab.models.configs import resolve
-    from fsdp_lab.models.flops import flops_per_sample
+    from fsdp_lab.models.flops import count_flops
 
     config = resolve(workload.model)
     facts = facts_of(config)
     check_shapes(workload, facts)  # first, because it is faster and its messages are better
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the count may be an estimate
-        flops_per_sample(config, workload.seq_len)
+        count_flops(config, workload.seq_len)
     return facts
 
 

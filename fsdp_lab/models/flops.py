@@ -45,11 +45,6 @@ class Flops(NamedTuple):
     unused: tuple[str, ...] = ()  # parameters that the loss gives no gradient, or not in every batch
 
 
-def flops_per_sample(config: PreTrainedConfig, seq_len: int) -> int:
-    """Model FLOPs of one sample of `seq_len` tokens, or of one image. As `count_flops`."""
-    return count_flops(config, seq_len).model
-
-
 def count_flops(
     config: PreTrainedConfig,
     seq_len: int,

@@ -134,8 +134,9 @@ class _Match:
         if (wrong := unmatched(fresh, self._names)) is not None:
             reason = f"{wrong!r} matches no tensor of the model or of {self._folder}"
             hint = f"give a pattern of names such as {self._names[0]}, {self._names[-1]}, or leave it out"
-            fix = {"fresh_weights": [p for p in fresh if p != wrong] or None}
-            raise SpecError("workload.fresh_weights", reason, hint, fix)
+            raise SpecError(
+                "workload.fresh_weights", reason, hint, {"fresh_weights": [p for p in fresh if p != wrong] or None}
+            )
         missing, misshapen, extra = others(self.missing), others(self.misshapen), others(self.extra)
         if not (missing or misshapen or extra):
             return

@@ -22,7 +22,6 @@ from fsdp_lab.models.flops import (
     count_flops,
     device_peak,
     empty_batch,
-    flops_per_sample,
     measured_peak,
 )
 from fsdp_lab.models.presets import facts_of
@@ -41,7 +40,7 @@ def test_a_decoder_costs_6n_and_12lhs_a_token(name: str, seq_len: int) -> None:
     if config.tie_word_embeddings:
         matrices += config.vocab_size * config.hidden_size
     per_token = 6 * matrices + 12 * config.num_hidden_layers * config.hidden_size * seq_len
-    assert flops_per_sample(config, seq_len) == per_token * seq_len
+    assert count_flops(config, seq_len).model == per_token * seq_len
 
 
 def counted_while_training(name: str, seq_len: int, recompute: str) -> int:
@@ -66,19 +65,19 @@ def test_recompute_is_counted_as_a_device_does_it(name: str, recompute: str) -> 
     found = count_flops(resolve(name), 32, lambda model: recomputed(model, strategy))
     plain = counted_while_training(name, 32, "none")
     assert counted_while_training(name, 32, recompute) - plain == found.recompute > 0
-    assert found.model == flops_per_sample(resolve(name), 32) == plain
+    assert found.model == count_flops(resolve(name), 32).model == plain
 
 
 @pytest.mark.slow
 def test_resnet_50_costs_what_is_published() -> None:
     # 4.1 G multiply-adds forward (arXiv 1512.03385: 3.8 for its variant), twice that backward, 2 FLOPs each.
-    assert flops_per_sample(resolve("resnet-26m"), 2) == pytest.approx(3 * 2 * 4.1e9, rel=0.03)
+    assert count_flops(resolve("resnet-26m"), 2).model == pytest.approx(3 * 2 * 4.1e9, rel=0.03)
 
 
 def test_sizes_that_do_not_fit_together_are_refused() -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 3}
     with pytest.raises(SpecError, match="cannot compute"):
-        flops_per_sample(resolve({"model_type": "mistral", "vocab_size": 300, **sizes}), 16)
+        count_flops(resolve({"model_type": "mistral", "vocab_size": 300, **sizes}), 16)
 
 
 HEADS = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
@@ -90,7 +89,7 @@ BAMBA = {"model_type": "bamba", **SIZES, "num_key_value_heads": 2, **OF_MAMBA}
 @pytest.mark.parametrize("config", [BART, BAMBA], ids=["looks at values", "its cache has no length"])
 def test_a_model_that_cannot_be_counted_is_estimated_aloud(config: dict[str, Any]) -> None:
     with pytest.warns(UserWarning, match="estimated as 6 N"):
-        assert flops_per_sample(resolve(config), 32) > 0
+        assert count_flops(resolve(config), 32).model > 0
 
 
 def test_a_cpu_is_measured_and_says_so() -> None:

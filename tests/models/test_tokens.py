@@ -7,8 +7,7 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,7 +32,7 @@ from fsdp_lab.spec.workload import Workload
 from tests.models import words
 from tests.models.words import ASSISTANT, END, MASK, PAD, USER, chat, ids, json_lines, text, uneven, word_tokenizer
 from tests.pool import Place, Pool
-from tests.pretrained import minilm_folder, smollm2_tokenizer
+from tests.pretrained import minilm_folder
 
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 384, "n_positions": 64}
 BERT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -398,27 +397,12 @@ def test_an_interrupt_leaves_nothing_and_ends_a_wait(tmp_path: Path, own_cache: 
     assert batches(workload).source.count == 40
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """64 KiB, which only root can make."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"no small disk can be mounted here: {made.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
-
-
-def test_a_disk_that_is_full_is_said_and_left_as_it_was(
-    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(cache.VARIABLE, str(small_disk / "cache"))
-    data = json_lines(tmp_path / "some.jsonl", uneven(4000, 20))
-    error = refused("workload.data", "its tokens cannot be kept in .*cache .*No space left", data=data)
-    assert "FSDP_LAB_CACHE" in error.hint and {f.suffix for f in (small_disk / "cache").iterdir()} <= {".lock"}
-    few = json_lines(tmp_path / "few.jsonl", uneven(40, 9))
-    assert batches(Workload(model=GPT2, seq_len=8, data=few)).source.count > 10, "what fits is made"
+def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "taken").touch()
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "taken"))
+    data = json_lines(tmp_path / "some.jsonl", uneven(40, 9))
+    error = refused("workload.data", "its tokens cannot be kept in .*taken", data=data)
+    assert "FSDP_LAB_CACHE" in error.hint
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------
@@ -436,16 +420,11 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path, folder: str) -
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
     refused("workload.tokenizer", "cannot be opened", tokenizer=str(tmp_path / "broken"))
-
-
-def test_a_tokenizer_that_has_no_token_for_a_word_is_refused(tmp_path: Path) -> None:
-    folder = Path(word_tokenizer(tmp_path / "tokenizer"))
-    whole = json.loads((folder / "tokenizer.json").read_text())
-    whole["model"]["unk_token"] = "<absent>"
-    (folder / "tokenizer.json").write_text(json.dumps(whole))
+    whole = Path(folder, "tokenizer.json").read_text()
+    Path(folder, "tokenizer.json").write_text(whole.replace('"unk_token": "<unk>"', '"unk_token": "<absent>"'))
     records = json_lines(tmp_path / "some.jsonl", [text(1, 2), "nowhere"])
     with pytest.raises(SpecError, match="tokenizer cannot make tokens of a text") as caught:
-        batches(Workload(model=GPT2, seq_len=8, data=records, text_field="text", tokenizer=str(folder)))
+        batches(Workload(model=GPT2, seq_len=8, data=records, text_field="text", tokenizer=folder))
     assert caught.value.fix == {"tokenizer": "bytes"}
 
 
@@ -625,29 +604,3 @@ def test_bytes_stay_what_they_are(tmp_path: Path) -> None:
     assert found["input_ids"].reshape(-1).tolist() == [b + 3 for b in said]
     assert not (tmp_path / "cache").exists() and ByteTokenizer().encode(["é"], whole=True) == [[198, 172]]
     assert FolderTokenizer(minilm_folder()).vocabulary == 30522
-
-
-# -- a tokenizer and a template of a trained model --------------------------------------------------------------------
-
-SAID = [
-    {"role": "system", "content": "You count."},
-    {"role": "user", "content": "One, two, three, and?"},
-    {"role": "assistant", "content": "Four, of course."},
-    {"role": "user", "content": "And then?"},
-    {"role": "assistant", "content": "Five.\nSix."},
-]
-
-
-@pytest.mark.slow
-def test_answers_alone_are_learned(tmp_path: Path) -> None:
-    folder = str(smollm2_tokenizer(tmp_path / "tokenizer"))
-    alone = AutoTokenizer.from_pretrained(folder)
-    data = json_lines(tmp_path / "chats.jsonl", [SAID, SAID[:3]], field="messages")
-    model = {**GPT2, "vocab_size": len(alone), "n_positions": 256}
-    workload = Workload(model=model, data=data, tokenizer=folder, packing="padded", seq_len=128, held_out=0.0)
-    both = rows(workload)
-    whole = alone.apply_chat_template(SAID, tokenize=True, return_dict=False)
-    assert both["input_ids"][0, : len(whole)].tolist() == whole and not both["attention_mask"][0, len(whole) :].any()
-    learned = [[i for i in row if i != IGNORED] for row in both["labels"].tolist()]
-    assert alone.decode(learned[0]) == "Four, of course.<|im_end|>Five.\nSix.<|im_end|>"
-    assert alone.decode(learned[1]) == "Four, of course.<|im_end|>"
