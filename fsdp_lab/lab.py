@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.base.errors import ArgumentError, SpecError, check_whole, is_whole, plain_errors
+from fsdp_lab.base.errors import ArgumentError, SpecError, check_whole, is_whole
 from fsdp_lab.base.formatting import Table
 from fsdp_lab.base.generation import Sampling, checked_prompts
 from fsdp_lab.base.process import ranks_per_host
@@ -49,7 +49,6 @@ SAVE_S = 600.0  # limit for a checkpoint that the caller waits for
 WAITING_S = 2.0  # a rank that waits longer than this for a collective is reported
 
 
-@plain_errors
 class Lab:
     """Resident ranks, and the runs that use them.
 

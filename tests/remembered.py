@@ -9,7 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fsdp_lab.models import build_skeleton, check
+from fsdp_lab.models import check
+from fsdp_lab.models.build import build_skeleton
 from fsdp_lab.rank import lifecycle, prepare
 
 

@@ -52,7 +52,7 @@ FLOORS: tuple[tuple[int, str, frozenset[str]], ...] = (
     (3, "rank", RANKS | {"psutil"}),
     (3, "bench", RANKS | {"psutil"}),
     (4, "cluster", KERNEL | {"cloudpickle", "pynvml"}),
-    (5, "export", KERNEL | {"jinja2", "yaml"}),
+    (5, "export", KERNEL | {"jinja2"}),
     (5, "runs", KERNEL),
     (6, "dashboard", SCREEN),
     (6, "report", SCREEN | {"jinja2"}),

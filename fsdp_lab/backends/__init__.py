@@ -53,7 +53,7 @@ def build(skeleton: nn.Module, spec: Spec, device: torch.device, *, mesh: Device
     """Wraps a skeleton; collective. It holds no parameters yet: use `fill` or `transfer_state`. A failure leaves no groups.
     `mesh`: by default of the default group, the Wire. Benchmarks pass one of a plain torch group."""
     if not all(p.is_meta for p in skeleton.parameters()):
-        raise ValueError("a backend is built from a skeleton: fsdp_lab.models.build_skeleton")
+        raise ValueError("a backend is built from a skeleton: fsdp_lab.models.build.build_skeleton")
     check(skeleton, spec, device)
     freeze(skeleton, spec.workload.freeze)
     before = known_groups()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import traceback
-import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
-T = TypeVar("T")
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 # Import name -> distribution, if not the same.
 DISTRIBUTIONS = {"IPython": "ipython", "PIL": "pillow", "yaml": "pyyaml"}
@@ -20,7 +17,7 @@ DISTRIBUTIONS = {"IPython": "ipython", "PIL": "pillow", "yaml": "pyyaml"}
 
 class SentenceError(Exception):
     """An error whose message says all. A notebook shows the line of the cell and the message, and `%tb verbose` the whole
-    traceback; of a script, see `plain_errors`."""
+    traceback."""
 
     def _render_traceback_(self) -> list[str]:
         shell = _shell()  # which calls this
@@ -38,28 +35,6 @@ def _shell() -> Any:
     """IPython's shell; None in a script."""
     ipython = sys.modules.get("IPython")
     return None if ipython is None else ipython.get_ipython()
-
-
-def plain_errors(of: type[T]) -> type[T]:
-    """A class whose public methods raise a SentenceError without the frames below them, so that a script's traceback ends
-    near its own line. With FSDP_LAB_TRACEBACK=whole in the environment they are kept."""
-
-    def plain(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return method(*args, **kwargs)
-            except SentenceError as e:
-                if _shell() is not None or os.environ.get("FSDP_LAB_TRACEBACK") == "whole":
-                    raise
-                raise e.with_traceback(None) from e.__cause__
-
-        return call
-
-    for name, method in [*vars(of).items()]:
-        if isinstance(method, types.FunctionType) and (name == "__init__" or not name.startswith("_")):
-            setattr(of, name, plain(method))
-    return of
 
 
 class FieldError(SentenceError, ValueError):

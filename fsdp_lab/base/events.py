@@ -299,25 +299,22 @@ class StepEvent:
         d = _fields(self)
         d["memory"] = {**_fields(self.memory), "at_peak": _fields(self.memory.at_peak)}
         d["comm"] = {kind: _fields(t) for kind, t in self.comm.items()}
-        d["memory_curve"] = [sample.to_row() for sample in self.memory_curve]
-        d["completions"] = [completion.to_row() for completion in self.completions]
-        d["notes"] = list(self.notes)
-        d["recompiled"] = list(self.recompiled)
+        for name in ("memory_curve", "completions", "spans"):
+            d[name] = [part.to_row() for part in d[name]]
+        d["notes"], d["recompiled"] = list(self.notes), list(self.recompiled)
         d["carriers"] = [_fields(carrier) for carrier in self.carriers]
-        d["spans"] = [span.to_row() for span in self.spans]
         return d
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> StepEvent:
         fields = dict(d)
         fields["memory"] = Memory.from_dict(fields["memory"])
-        fields["memory_curve"] = tuple(MemorySample.from_row(row) for row in fields.get("memory_curve", ()))
         fields["comm"] = {kind: Traffic(**t) for kind, t in fields["comm"].items()}
-        fields["completions"] = tuple(Completion.from_row(row) for row in fields["completions"])
-        fields["notes"] = tuple(fields["notes"])
-        fields["recompiled"] = tuple(fields["recompiled"])
+        parts: Mapping[str, Any] = {"memory_curve": MemorySample, "completions": Completion, "spans": Span}
+        for name, kind in parts.items():
+            fields[name] = tuple(map(kind.from_row, fields.get(name, ())))
+        fields["notes"], fields["recompiled"] = tuple(fields["notes"]), tuple(fields["recompiled"])
         fields["carriers"] = tuple(Carrier(**d) for d in fields["carriers"])
-        fields["spans"] = tuple(Span.from_row(row) for row in fields.get("spans", ()))
         return cls(**fields)
 
 

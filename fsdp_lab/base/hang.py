@@ -29,7 +29,7 @@ class LongWork(enum.Enum):
 
     READ = "reads its data", 900.0
     TOKENISE = "makes its data into tokens", 900.0  # without progress: see `LongWorkLog.renew`
-    AWAIT_TOKENS = "waits for another rank to make their data into tokens", 900.0  # which makes no progress
+    AWAIT_TOKENS = "waits for another rank to make their data into tokens", 900.0
     BUILD = "builds the model", 900.0
     DRAW = "draws initial values", 900.0
     LOAD = "loads values", 900.0
@@ -260,13 +260,9 @@ def _absence(longest: Heartbeat, heartbeats: Heartbeats, waiting: Heartbeats, si
     waiters = _waiting_in(wait.pending, waiting)
     what = f"{wait.pending.label} (group {wait.pending.group}: {_ranks(wait.peers)})"
     waited = f"{_ranks(waiters)} {'has' if len(waiters) == 1 else 'have'} waited {wait.pending_s:.1f} s"
-    named = absent or blocked
-    if absent:
-        awaited, some = wait.pending.label, absent[:_MAX_STACKS]
-        details = [_last_seen(rank, heartbeats.get(rank), silent.get(rank), awaited) for rank in some]
-    else:
-        in_turn = {rank: (waiting[rank].pending or _NONE_ISSUED).label for rank in blocked[:_MAX_STACKS]}
-        details = [f"rank {rank} waits in {label} itself" for rank, label in in_turn.items()]
+    named, awaited = absent or blocked, wait.pending.label
+    details = [_last_seen(r, heartbeats.get(r), silent.get(r), awaited) for r in named[:_MAX_STACKS]]
+    if blocked:
         details.append("the ranks wait for each other")
     if named:
         sentence = f"{_ranks(named)} did not join {what}, for which {waited}: {'; '.join(details)}"

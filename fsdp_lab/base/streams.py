@@ -16,80 +16,58 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class Streams(Protocol):
-    """The streams of one device that computes while Python goes on."""
-
-    def new(self, name: str) -> Any:
-        """A stream of high priority, with the methods of a torch.cuda.Stream that are used here and in the wire."""
-
-    def current(self) -> Any:
-        """The stream to which work is given now."""
-
-    def entered(self, stream: Any) -> AbstractContextManager[Any]:
-        """Within it that stream is current."""
-
-    def host_memory(self, numel: int, dtype: torch.dtype, *, pinned: bool = True) -> Tensor:
-        """[numel], uninitialised, on the host; to and from pinned memory copies are queued, others wait."""
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Returns whether a tensor is in the device's memory."""
-
-    def used_on(self, tensor: Tensor, stream: Any) -> None:
-        """That stream uses it until here. When it is freed, its memory stays until the stream has come so far."""
-
-    def mark(self) -> Any:
-        """An event on the current stream with a time: it has `query`, and `elapsed_time` to a later one, in ms."""
-
-    def synchronize(self) -> None:
-        """Let the host wait for all streams."""
-
-    def future(self) -> Any:
-        """A torch.futures.Future of the device's tensors: who waits for it waits for the stream on which it was set."""
-
-
-class CudaStreams:
-    """`Streams` of a GPU."""
+class Streams:
+    """The streams of a GPU; of a device that a test simulates, what has the same methods."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def new(self, name: str) -> Any:
+        """A stream of high priority, with the methods of a torch.cuda.Stream that are used here and in the wire."""
         return torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
 
     def current(self) -> Any:
+        """The stream to which work is given now."""
         return torch.cuda.current_stream(self._device)
 
     def entered(self, stream: Any) -> AbstractContextManager[Any]:
+        """Within it that stream is current."""
         return torch.cuda.stream(stream)
 
     def host_memory(self, numel: int, dtype: torch.dtype, *, pinned: bool = True) -> Tensor:
+        """[numel], uninitialised, on the host; to and from pinned memory copies are queued, others wait."""
         return torch.empty(numel, dtype=dtype, pin_memory=pinned)
 
     def holds(self, tensor: Tensor) -> bool:
+        """Returns whether a tensor is in the device's memory."""
         return tensor.is_cuda
 
     def used_on(self, tensor: Tensor, stream: Any) -> None:
+        """That stream uses it until here. When it is freed, its memory stays until the stream has come so far."""
         tensor.record_stream(stream)
 
     def mark(self) -> Any:
+        """An event on the current stream with a time: it has `query`, and `elapsed_time` to a later one, in ms."""
         return self.current().record_event(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
 
     def synchronize(self) -> None:
+        """Let the host wait for all streams."""
         torch.cuda.synchronize(self._device)
 
     def future(self) -> Any:
+        """A torch.futures.Future of the device's tensors: who waits for it waits for the stream on which it was set."""
         return torch.futures.Future(devices=[self._device])
 
 
 def streams_of(device: torch.device) -> Streams | None:
     """None for a CPU, which has none."""
-    return CudaStreams(device) if device.type == "cuda" else None
+    return Streams(device) if device.type == "cuda" else None
 
 
 class CommStream:

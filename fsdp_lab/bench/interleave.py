@@ -18,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from fsdp_lab.backends import Backend, build, fill
 from fsdp_lab.backends.base import state_slots
 from fsdp_lab.bench.plan import MODEL, BenchError, BenchPlan, Form
-from fsdp_lab.models import Initializer, build_skeleton, resolve
+from fsdp_lab.models.build import Initializer, build_skeleton
+from fsdp_lab.models.configs import resolve
 from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.models.wrapping import blocks
 from fsdp_lab.rank.ledger import KernelTimes

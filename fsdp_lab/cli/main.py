@@ -25,7 +25,7 @@ COMMANDS = (
     ("history", history.add_arguments, history.run, "list, show, rename and delete stored runs"),
     ("ranks", history.add_ranks_arguments, history.ranks, "list and end persistent ranks"),
     ("report", history.add_report_arguments, history.report, "write stored runs as one HTML report"),
-    ("export", run.add_export, run.export_spec, "write a Spec as a torchrun script, an Accelerate config, or JSON"),
+    ("export", run.add_export, run.export_spec, "write a Spec as a torchrun script, or JSON"),
     ("drill", drill.add_arguments, drill.run, "inject random faults into small runs and count the recoveries"),
     ("bench", bench.add_arguments, bench.run, "run a benchmark"),
     ("kernel", jupyter.add_kernel_arguments, jupyter.install_kernel, "register this environment as a Jupyter kernel"),

@@ -4,7 +4,6 @@ model in a form that other programs use."""
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from fsdp_lab.base.files import check_file
 from fsdp_lab.base.formatting import plural, size
 from fsdp_lab.cli import console as shared, fields
 from fsdp_lab.cli.console import Failed, Refused, Results, at_least, live, open_lab, say, terminal, watch
-from fsdp_lab.export import TARGETS, export, text_of
+from fsdp_lab.export import EXPORTS
 from fsdp_lab.spec import checkpoint_format
 from fsdp_lab.spec.checkpoint_format import Checkpoint, check_same, find
 from fsdp_lab.spec.describe import describe_strategy
@@ -206,8 +205,8 @@ def view(run: Run) -> Text:
 
 def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("spec", type=Path, help='a file with {"workload": {...}, "strategy": {...}, "world_size": 2}')
-    to = "script: for torchrun, with torch's own FSDP2, FSDP1 or DDP; accelerate: for accelerate launch --config_file"
-    parser.add_argument("--to", choices=TARGETS, required=True, help=f"{to}; spec: for fsdp-lab run")
+    to = "script: for torchrun, with torch's own FSDP2, FSDP1 or DDP"
+    parser.add_argument("--to", choices=EXPORTS, required=True, help=f"{to}; spec: for fsdp-lab run")
     output = "output file (default: standard output, but not for a script)"
     parser.add_argument("--output", type=Path, metavar="FILE", help=output)
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
@@ -221,11 +220,11 @@ def export_spec(args: argparse.Namespace) -> int:
     if args.ranks is not None:
         spec = spec.replace(world_size=args.ranks)
     if args.output is not None:
-        print(export(spec, args.to, args.output, force=args.force))
+        print(EXPORTS[args.to](spec, args.output, force=args.force))
     elif args.to == "script":
         raise ArgumentError("--output", "a script reads samples and a model that lie beside it", "name its file")
     else:
-        sys.stdout.write(text_of(spec, args.to))
+        print(spec.to_json())
     return 0
 
 
@@ -255,7 +254,7 @@ def checkpoint_lines(folder: Path) -> Iterator[str]:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(c.saved_unix_s))
         strategy = f"{describe_strategy(c.spec)} on {c.spec.world_size} ranks"
         yield f"{c.path.name}  step {c.step}, {size(c.nbytes)}, {c.kind}, of run {c.run}, {when}: {strategy}"
-    for checkpoint in incomplete:
-        yield f"incomplete: {checkpoint.reason}"
+    for reason in incomplete.values():
+        yield f"incomplete: {reason}"
     if not complete and not incomplete:
         yield f"{folder} contains no checkpoint"

@@ -1,11 +1,12 @@
-"""A Spec for other programs: as a torchrun script, an Accelerate config, or JSON; and a checkpoint's model.
+"""A Spec for other programs: as a torchrun script or JSON; and a checkpoint's model.
 
-What a target cannot express raises a `SpecError` that names the field. What has no effect there, or belongs into the user's
-own script, is listed at the top of the file. No field is dropped silently. Read target.py first."""
+What a script cannot express raises a `SpecError` that names the field. What has no effect there is listed at the top of the
+file. No field is dropped silently. Read script.py first."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,6 @@ from fsdp_lab.base.files import check_file, write_whole
 if TYPE_CHECKING:
     from fsdp_lab.spec.checkpoint_format import Checkpoint
     from fsdp_lab.spec.spec import Spec
-
-TARGETS = ("script", "accelerate", "spec")
 
 StrPath = str | os.PathLike[str]
 
@@ -31,34 +30,7 @@ def export_script(spec: Spec, path: StrPath, *, force: bool = False) -> Path:
 
     Raises ArgumentError: the files cannot be written. SpecError: torch's own backends or the script cannot express a
     field."""
-    return export(spec, "script", path, force=force)
-
-
-def export_accelerate(spec: Spec, path: StrPath, *, force: bool = False) -> Path:
-    """Writes a config for `accelerate launch --config_file`. Otherwise as `export_script`."""
-    return export(spec, "accelerate", path, force=force)
-
-
-def export_spec(spec: Spec, path: StrPath, *, force: bool = False) -> Path:
-    """Writes the whole Spec as JSON, for `fsdp-lab run`. Otherwise as `export_script`."""
-    return export(spec, "spec", path, force=force)
-
-
-def export_model(checkpoint: Checkpoint | StrPath, path: StrPath, *, force: bool = False) -> Path:
-    """Writes the model of a checkpoint, or of the newest one in a folder, as a folder for `from_pretrained`. Raises
-    ArgumentError: there is no complete checkpoint, or the folder cannot be written."""
-    from fsdp_lab.export.files import export_pretrained
-    from fsdp_lab.spec.checkpoint_format import Checkpoint, find
-
-    saved = checkpoint if isinstance(checkpoint, Checkpoint) else find(checkpoint)
-    return export_pretrained(saved, Path(path), force=force)
-
-
-def export(spec: Spec, target: str, path: StrPath, *, force: bool = False) -> Path:
-    """Writes the Spec for a target, one of `TARGETS`, and what a script reads beside it. The path is checked first."""
     file = check_file(path, replace=force)
-    if target != "script":
-        return write_whole(file, text_of(spec, target).encode())
     from fsdp_lab.export.files import SUFFIX, write_folder
     from fsdp_lab.export.script import script
 
@@ -72,21 +44,22 @@ def export(spec: Spec, target: str, path: StrPath, *, force: bool = False) -> Pa
     return write_whole(file, text.encode())
 
 
-def text_of(spec: Spec, target: str) -> str:
-    """The text that `export` writes. Raises SpecError."""
-    match target:
-        case "script":
-            from fsdp_lab.export.script import script
-
-            return script(spec)[0]
-        case "accelerate":
-            from fsdp_lab.export.accelerate import config
-
-            return config(spec)
-        case "spec":
-            return spec.to_json() + "\n"
-        case _:
-            raise ValueError(f"target {target!r} is refused; give one of {', '.join(TARGETS)}")
+def export_spec(spec: Spec, path: StrPath, *, force: bool = False) -> Path:
+    """Writes the whole Spec as JSON, for `fsdp-lab run`. Otherwise as `export_script`."""
+    return write_whole(check_file(path, replace=force), f"{spec.to_json()}\n".encode())
 
 
-__all__ = ["TARGETS", "export", "export_accelerate", "export_model", "export_script", "export_spec", "text_of"]
+EXPORTS: Mapping[str, Callable[..., Path]] = {"script": export_script, "spec": export_spec}
+
+
+def export_model(checkpoint: Checkpoint | StrPath, path: StrPath, *, force: bool = False) -> Path:
+    """Writes the model of a checkpoint, or of the newest one in a folder, as a folder for `from_pretrained`. Raises
+    ArgumentError: there is no complete checkpoint, or the folder cannot be written."""
+    from fsdp_lab.export.files import export_pretrained
+    from fsdp_lab.spec.checkpoint_format import Checkpoint, find
+
+    saved = checkpoint if isinstance(checkpoint, Checkpoint) else find(checkpoint)
+    return export_pretrained(saved, Path(path), force=force)
+
+
+__all__ = ["EXPORTS", "export_model", "export_script", "export_spec"]

@@ -15,19 +15,22 @@ from transformers import PreTrainedModel
 
 from fsdp_lab.backends.state import PARAM, Chunk, buffer_key, buffers_in, key
 from fsdp_lab.base.errors import ArgumentError, SpecError
-from fsdp_lab.export.target import SPEC_INSTEAD
-from fsdp_lab.models import Initializer, Pretrained, Weights, build_skeleton, resolve, weights_folder
 from fsdp_lab.models.batches import open_source
+from fsdp_lab.models.build import Initializer, build_skeleton
+from fsdp_lab.models.cache import weights_folder
 from fsdp_lab.models.check import checked_records, held_out_count, is_language, is_plain
-from fsdp_lab.models.configs import given_config
+from fsdp_lab.models.configs import given_config, resolve
 from fsdp_lab.models.lora import AdaptedValues, adapted, is_adapter, save_adapters
 from fsdp_lab.models.presets import facts_of
+from fsdp_lab.models.pretrained import Pretrained
 from fsdp_lab.models.sources import IGNORED
 from fsdp_lab.models.tokenizers import open_tokenizer
+from fsdp_lab.models.weights import Weights
 from fsdp_lab.rank.checkpointing import read_shards
 from fsdp_lab.spec.checkpoint_format import Checkpoint
 from fsdp_lab.spec.workload import Workload
 
+SPEC_INSTEAD = "or export the Spec itself, which contains it"
 SUFFIX = ".files"  # of the folder, in place of the script's .py
 _ROWS = 4096  # written at once
 MODEL_FILES = ("config.json", "adapter_config.json")  # by which a folder is one of a model

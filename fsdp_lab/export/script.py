@@ -1,5 +1,8 @@
 """`script`: a Spec as a torchrun script in plain torch, and the files that it reads. script.py.jinja has its functions; the
-docstring, and the imports and constants that they use, come from here."""
+docstring, and the imports and constants that they use, come from here.
+
+The lab's own engine is replaced by FSDP2, or by DDP if nothing is sharded (`peer`). What they cannot do is refused by the
+rules of `Spec` itself. A field that has no effect under a backend, and a difference to the run, is a remark at the top."""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import ast
 import json
 import platform
 import re
+import symtable
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,16 +24,17 @@ from torch import nn
 from fsdp_lab.backends.base import check_optimizer
 from fsdp_lab.base import __version__
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.export.files import SUFFIX, Files
-from fsdp_lab.export.target import ROUNDING, SPEC_INSTEAD, WIDTH, gpus, paragraph, peer
+from fsdp_lab.export.files import SPEC_INSTEAD, SUFFIX, Files
 from fsdp_lab.models.build import freeze
 from fsdp_lab.models.own import skeleton_of
 from fsdp_lab.models.sources import MASKED_SHARE
 from fsdp_lab.models.tokenizers import open_tokenizer
 from fsdp_lab.models.wrapping import blocks, units
-from fsdp_lab.spec.spec import Spec
+from fsdp_lab.spec.spec import BACKEND_TRAITS, Spec
 from fsdp_lab.spec.workload import CODE_FIELDS, Workload
 
+WIDTH = 92
+ROUNDING = "losses agree within rounding, not to the bit"
 DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
 MODULES = "argparse contextlib dataclasses fnmatch functools hashlib itertools math os random time"
 STANDARD = (*(f"import {name}" for name in MODULES.split()), "from pathlib import Path")
@@ -97,6 +103,11 @@ def _docstring(spec: Spec, model: str, remarks: Sequence[str], files: Files | No
     return "\n".join([f'"""{first}', "", command, "", paragraph(about), *(notes if remarks else []), '"""', ""])
 
 
+def paragraph(text: str, indent: str = "") -> str:
+    """Wrapped to the width of a file's comments; `indent` is that of all lines but the first."""
+    return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
 def _inexact(spec: Spec) -> Iterator[str]:
     """Cases where torch's own backend may give other bits than in the lab."""
     s = spec.strategy
@@ -108,6 +119,73 @@ def _inexact(spec: Spec) -> Iterator[str]:
     if s.backend == "fsdp1" and s.dtypes.reduce == "fp16":
         how = "FSDP1 divides by a part of the ranks before the sum, in the lab after it"
         yield f"precision: {how}, so that in fp16 another step may overflow and be skipped"
+
+
+# -- the backend of torch ----------------------------------------------------------------------------------------------
+
+
+def peer(spec: Spec) -> tuple[Spec, tuple[str, ...]]:
+    """The Spec to export, with one of torch's backends, and remarks, sentences without a full stop. Raises SpecError for a
+    field that torch's backends cannot express."""
+    if spec.strategy.is_yours:
+        reason = "your own engine needs the lab, which calls it"
+        hint = f"use backend fsdp2, or ddp for no_shard, {SPEC_INSTEAD}"
+        raise SpecError("strategy.backend", reason, hint, {"backend": "fsdp2"})
+    if not spec.strategy.is_lab:
+        return spec, tuple(_without_effect(spec))
+    backend = "ddp" if spec.strategy.is_replicated else "fsdp2"
+    changes = {"backend": backend, "gather": "copy"}
+    refused = spec.validate(**changes)
+    if refused is not None:
+        # The lab's engine supports the field. Another way out may be named, backend lab, which the Spec has already.
+        reason = f"{refused.reason}, and outside the lab {BACKEND_TRAITS[backend].title} replaces the lab's engine"
+        raise SpecError(refused.field, reason, f"{refused.first_hint}, {SPEC_INSTEAD}", refused.fix)
+    exported = spec.replace(**changes)
+    title = exported.strategy.traits.title
+    remarks = [f"It was trained by the lab's own engine; {title} does the same work here", *_differs(spec, exported)]
+    return exported, (*remarks, *_without_effect(exported))
+
+
+def gpus(spec: Spec) -> list[str]:
+    """The GPUs that a Spec names, by rank; empty if it names none. Raises SpecError if two ranks share one."""
+    named = [name for name in spec.devices or () if name != "cpu"]
+    if len(set(named)) < len(named):
+        reason = "two ranks share a GPU, and NCCL supports one rank per GPU"
+        raise SpecError("devices", reason, f"give each rank a GPU of its own, {SPEC_INSTEAD}", {"devices": None})
+    return named
+
+
+def _differs(spec: Spec, exported: Spec) -> Iterator[str]:
+    """Differences between the lab's engine and the backend that replaces it, under the same Spec."""
+    s, traits = spec.strategy, exported.strategy.traits
+    if s.dtypes.param != "fp32" and traits.autocasts:
+        yield f"precision: DDP computes in {s.dtypes.param} by autocast, the lab's engine by casting the parameters"
+    elif s.precision != "fp32":
+        yield f"precision: below fp32 {ROUNDING}"
+    if spec.workload.torch_optimizer.is_fused:
+        how = "the rounding of a fused update depends on how parameters are sharded"
+        yield f"optimizer_args: {how}, so that {ROUNDING}"
+    if s.gather != "copy":
+        yield f"gather: {traits.title} copies what it gathers, which takes memory and time that {s.gather} does not"
+    replicas = spec.world_size // spec.shard_factor
+    if replicas > 2:
+        how = f"gradients of {replicas} replicas are summed in pieces of another size, in another order"
+        yield f"sharding: {how}, so that {ROUNDING}"
+
+
+def _without_effect(spec: Spec) -> Iterator[str]:
+    """Fields that are set and have no effect."""
+    s, w = spec.strategy, spec.workload
+    if spec.link is not None:
+        yield f"link: {spec.link!r} was emulated; it changes times, not results; here the real link is used"
+    if s.sync != "every" and w.accumulate == 1:
+        yield f"sync: {s.sync} has no effect with one micro-batch a step"
+    if not s.traits.has_units:
+        for name, usual in (("wrap", "block"), ("backward_prefetch", 1)):
+            if (value := getattr(s, name)) != usual:
+                yield f"{name}: {value} has no effect under DDP, which has no units"
+    if not s.backward_prefetch and s.backward_prefetch_point != "before":
+        yield f"backward_prefetch_point: {s.backward_prefetch_point} has no effect without prefetching"
 
 
 # -- what the template is given --------------------------------------------------------------------------------------
@@ -296,23 +374,12 @@ def own_code(workload: Workload) -> str:
 
 
 def check_names(script: str) -> None:
-    """Raises SpecError if two statements of a script define one name in two ways."""
+    """Raises SpecError if two statements of a script define one name in two ways; imports count as alike."""
     meant: dict[str, str] = {}
     for node in ast.parse(script).body:
-        for name, meaning in _defined(node):
-            if meant.setdefault(name, meaning) != meaning:
+        text = ast.unparse(node)
+        meaning = "" if isinstance(node, (ast.Import, ast.ImportFrom)) else text
+        for symbol in symtable.symtable(text, "script", "exec").get_symbols():
+            name = symbol.get_name()
+            if (symbol.is_assigned() or symbol.is_imported()) and meant.setdefault(name, meaning) != meaning:
                 raise SpecError("workload.model", f"{name} has two meanings in a script", f"rename it, {SPEC_INSTEAD}")
-
-
-def _defined(node: ast.stmt) -> Iterator[tuple[str, str]]:
-    """Yields (name, definition) of what a statement defines; for an import, the path that it names."""
-    if isinstance(node, (ast.Import, ast.ImportFrom)):
-        home = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-        for alias in node.names:
-            top = alias.asname or alias.name.partition(".")[0]
-            yield top, home + (alias.name if alias.asname or home else top)
-    elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        yield node.name, ast.unparse(node)
-    elif isinstance(node, ast.Assign):
-        names = [n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)]
-        yield from ((name, ast.unparse(node)) for name in names)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_lab.models.cache import NO_PROGRESS, Progresses
+from fsdp_lab.models.cache import Progress, no_progress
 from fsdp_lab.models.check import (
     IMAGES,
     check_held_out,
@@ -86,7 +86,7 @@ class Batches:
     """
 
     def __init__(self, workload: Workload, config: Any, *, rank: int, world_size: int, source: Source | None = None,
-                 progress: Progresses = NO_PROGRESS) -> None:  # fmt: skip
+                 progress: Progress = no_progress) -> None:  # fmt: skip
         self.source = source or open_source(workload, config, progress)
         self._order = Order(self.source.count - held_out_count(workload, self.source.count), workload.seed)
         self._workload, self._size = workload, workload.micro_batch
@@ -146,7 +146,7 @@ class Batches:
         return np.arange(first, first + self._size, dtype=np.int64)
 
 
-def open_source(workload: Workload, config: Any, progress: Progresses = NO_PROGRESS) -> Source:
+def open_source(workload: Workload, config: Any, progress: Progress = no_progress) -> Source:
     """The workload's samples, for the kind of model of `config`. Raises SpecError."""
     facts = facts_of(config)
     check_shapes(workload, facts)
@@ -159,4 +159,4 @@ def open_source(workload: Workload, config: Any, progress: Progresses = NO_PROGR
         records, tokenizer = checked_records(workload, facts)
         tokens = open_tokens(records, tokenizer, whole=workload.packing == "padded", progress=progress)
     sources: dict[Kind, type[TokenSource]] = {"causal": CausalTokens, "masked": MaskedTokens, "seq2seq": HalvedTokens}
-    return sources[facts.kind](tokens, tokenizer, workload, facts, progress.made)
+    return sources[facts.kind](tokens, tokenizer, workload, facts, progress)

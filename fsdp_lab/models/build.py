@@ -152,11 +152,6 @@ class Draw:
         one_piece = torch.empty_strided(size, stride, device="meta").is_contiguous()
         return (offset, offset + size.numel()) if one_piece and self.function in _CONSTANT else None
 
-    def __str__(self) -> str:
-        given = ", ".join(f"{k}={f'{v:.4g}' if isinstance(v, float) else v}" for k, v in self.arguments.items())
-        named = getattr(self.function, "__name__", "compute_")
-        return f"{named.rstrip('_')}({given})" + ("" if self.part is None else " on a part")
-
 
 Draws = Mapping[str, Sequence[Draw]]  # by parameter
 
@@ -174,7 +169,7 @@ class Initializer:
     """`Initializer(model, seed)(name)` is the full initial value of one parameter, in fp32 on the CPU.
 
     `name` is that of `model.named_parameters()` of the unwrapped model, so a tied parameter has one name, its first. The
-    model is only read and may be a skeleton. `read` returns a range of the values. They are equal in every process and for
+    model is only read and may be a skeleton. The values are equal in every process and for
     every world size on one kind of CPU (the normal distribution's last bit can differ between vector units).
     """
 
@@ -195,12 +190,6 @@ class Initializer:
         with torch.no_grad():
             for draw in self._draws[name]:
                 draw.run(values, generator)
-        return values
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """[stop - start], elements [start, stop) of the flattened values. Raises KeyError, too."""
-        values = torch.empty(stop - start, dtype=torch.float32, device="cpu")
-        self.read_into(name, start, values)
         return values
 
     def read_into(self, name: str, start: int, target: Tensor) -> None:
@@ -232,10 +221,6 @@ class Initializer:
                         draw.run_on(piece[max(first, at) - at : min(last, end) - at], generator)
             yield at, piece
             at = end
-
-    def recipe(self, name: str) -> str:
-        """The calls that make one parameter's values, in order, as text: "normal(mean=0, std=0.02)"."""
-        return ", then ".join(map(str, self._draws[name]))
 
 
 def seed_of(seed: int, name: str) -> int:

@@ -6,6 +6,7 @@ device, which takes a fraction of a second once transformers is imported.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from itertools import islice
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.base.errors import FieldError, SpecError
-from fsdp_lab.models.cache import is_hub_name
+from fsdp_lab.models.cache import is_hub_name, weights_folder
 from fsdp_lab.models.data import SMALLEST_VOCABULARY, SYNTHETIC_COUNT, FolderImages, Text, open_text
 from fsdp_lab.models.presets import PRESETS, Facts, facts_of
 from fsdp_lab.models.records import Format, Records, data_files, open_records
@@ -27,7 +28,7 @@ from fsdp_lab.models.tokenizers import (
 )
 from fsdp_lab.models.tokens import encoded
 from fsdp_lab.spec.fields import rows_of
-from fsdp_lab.spec.workload import MOST_HELD_OUT, RANDOM, Workload
+from fsdp_lab.spec.workload import MOST_HELD_OUT, Workload
 
 IMAGES = "images"
 STDLIB = "stdlib"
@@ -53,7 +54,7 @@ def check(workload: Workload, *, evaluated: int = 0, begins: bool = True) -> Non
         from fsdp_lab.models.lora import adapted
 
         adapted(resolve(workload.model), workload.adapters)
-    if begins and (folder := _weights_folder(workload)) is not None:  # no values are read
+    if begins and (folder := weights_folder(workload)) is not None:  # no values are read
         from fsdp_lab.models.build import build_skeleton
         from fsdp_lab.models.configs import resolve
         from fsdp_lab.models.pretrained import Pretrained
@@ -140,46 +141,27 @@ def checked_records(workload: Workload, facts: Facts) -> tuple[Records, Tokenize
 
 def _check_ids(workload: Workload, tokenizer: Tokenizer) -> None:
     """Raises SpecError if tokens have other ids than beside the weights that the model begins with."""
-    if isinstance(tokenizer, ByteTokenizer) or (folder := _weights_folder(workload)) is None:
+    if isinstance(tokenizer, ByteTokenizer) or (folder := weights_folder(workload)) is None:
         return
     if not has_tokenizer(folder) or folder == tokenizer_folder(workload):
         return
-    known, given = FolderTokenizer(folder).ids, tokenizer.ids
-    if other := [token for token, id_ in known.items() if given.get(token) != id_]:
+    known = FolderTokenizer(folder).ids
+    if other := {token for token, id_ in known.items() if tokenizer.ids.get(token) != id_}:
         first = min(other, key=known.__getitem__)
         reason = (
-            f"{len(other)} of the {len(known)} tokens that the weights in {folder} were trained with have no or another id "
-            f"in {tokenizer.name} ({first!r} is {known[first]} there, and {given.get(first)} here)"
+            f"{first!r} has another id in {tokenizer.name} than beside the weights in {folder}, which learned that one"
         )
         hint = "use the tokenizer beside the weights, or random weights"
         raise SpecError("workload.tokenizer", reason, hint, {"tokenizer": str(folder)})
 
 
-def _weights_folder(workload: Workload) -> Path | None:
-    has_no_files = isinstance(workload.model, Mapping) or workload.model in PRESETS
-    if workload.weights == RANDOM or (workload.weights is None and has_no_files):
-        return None
-    from fsdp_lab.models.pretrained import weights_folder
-
-    return weights_folder(workload)
-
-
 def notes_on(workload: Workload) -> tuple[str, ...]:
-    """Notes for a run: that experts compute eagerly; that a model that begins with read weights gets bytes by default."""
-    if workload.is_own:
+    """Notes for a run: that a model that begins with read weights gets bytes by default."""
+    if workload.is_own or workload.tokenizer is not None or tokenizer_folder(workload) is not None:
         return ()
-    from fsdp_lab.models.configs import given_config, leaves_experts_open
-
-    experts = (
-        "experts compute one after the other, which works in every precision; a config with experts_implementation "
-        '"grouped_mm" has bf16 faster'
-    )
-    notes = (experts,) if leaves_experts_open(given_config(workload.model)) else ()
-    if workload.tokenizer is not None or tokenizer_folder(workload) is not None:
-        return notes
-    if (folder := _weights_folder(workload)) is None or not model_facts(workload.model).is_text:
-        return notes
-    return (*notes, f"there is no tokenizer beside the weights in {folder}: the model reads bytes (give tokenizer)")
+    if (folder := weights_folder(workload)) is None or not model_facts(workload.model).is_text:
+        return ()
+    return (f"there is no tokenizer beside the weights in {folder}: the model reads bytes (give tokenizer)",)
 
 
 def _check_text_model(workload: Workload, facts: Facts) -> None:
@@ -191,24 +173,22 @@ def _check_text_model(workload: Workload, facts: Facts) -> None:
         raise SpecError("workload.model", reason, f"give a config with a vocab_size of {SMALLEST_VOCABULARY} or more")
     longest = facts.max_positions
     if longest is not None and workload.seq_len > longest:
-        alike = sorted((p for p in PRESETS.values() if p.kind == facts.kind), key=lambda p: p.parameters)
-        takers = [p.name for p in alike if (facts_of(p.config).max_positions or workload.seq_len) >= workload.seq_len]
-        instead = f", or a model with more positions ({', '.join(takers[:2])})" if takers else ""
         reason = f"{workload.seq_len} is over the model's {longest} positions"
-        raise SpecError("workload.seq_len", reason, f"use {longest} or less{instead}", {"seq_len": longest})
+        hint = f"use {longest} or less, or a model with more positions"
+        raise SpecError("workload.seq_len", reason, hint, {"seq_len": longest})
 
 
 def _facts_of_built(workload: Workload) -> Facts:
     """Facts of a model that is no preset, after a forward and backward on meta tensors, which show whether it works."""
     from fsdp_lab.models.configs import resolve
-    from fsdp_lab.models.flops import flops_per_sample
+    from fsdp_lab.models.flops import count_flops
 
     config = resolve(workload.model)
     facts = facts_of(config)
     check_shapes(workload, facts)  # first, because it is faster and its messages are better
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the count may be an estimate
-        flops_per_sample(config, workload.seq_len)
+        count_flops(config, workload.seq_len)
     return facts
 
 
@@ -220,11 +200,9 @@ def held_out_count(workload: Workload, count: int) -> int:
 def check_held_out(workload: Workload, count: int, evaluated: int) -> None:
     """Raises SpecError if fewer of `count` samples are held out than are to be evaluated."""
     held = held_out_count(workload, count)
-    if held >= evaluated:
-        return
-    shares = (k / 1000 for k in range(1, int(MOST_HELD_OUT * 1000) + 1))
-    enough = next((share for share in shares if int(share * count) >= evaluated), None)
-    ways = [f"use held_out {enough:g}" if enough else "give more data"]
-    ways += [f"evaluate {held} samples or fewer"] if held else []
-    reason = f"{held} of {count:,} samples are held out, and {evaluated} are to be evaluated"
-    raise SpecError("workload.held_out", reason, ", or ".join(ways), {"held_out": enough} if enough else {})
+    if held < evaluated:
+        share = (math.ceil(1000 * evaluated / max(count, 1)) + 1) / 1000  # a little more than is needed
+        fix = {"held_out": share} if share <= MOST_HELD_OUT else {}
+        hint = f"use held_out {share:g}, or evaluate fewer" if fix else "give more data, or evaluate fewer"
+        reason = f"{held} of {count:,} samples are held out, and {evaluated} are to be evaluated"
+        raise SpecError("workload.held_out", reason, hint, fix)

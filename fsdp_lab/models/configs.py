@@ -16,6 +16,7 @@ from transformers.models.auto import configuration_auto
 from fsdp_lab.base.errors import SpecError, is_number
 from fsdp_lab.models.cache import hub_folder, is_hub_name
 from fsdp_lab.models.presets import PRESETS, closest, facts_of
+from fsdp_lab.spec.spec import plain
 
 _FIELD = "workload.model"
 _RANDOM = ("drop", "jitter")  # in names of fields: dropout, stochastic depth, noise of a router
@@ -94,11 +95,10 @@ def given_config(model: str | Mapping[str, Any] | PreTrainedConfig) -> PreTraine
 
 
 def _from_dict(given: Mapping[str, Any]) -> PreTrainedConfig:
-    fields = {k: _plain(v) for k, v in given.items()}
+    fields = plain(given)
     model_type = fields.pop("model_type", None)
     if model_type not in _TYPES:
-        similar = difflib.get_close_matches(str(model_type or ""), _TYPES, n=3)
-        similar = similar or list(dict.fromkeys(p.family for p in PRESETS.values()))
+        similar = difflib.get_close_matches(str(model_type), _TYPES, n=3) or ["gpt2", "llama"]
         reason = f"transformers has no type {model_type!r}" if model_type else "the config has no model_type"
         raise SpecError(_FIELD, reason, f"give one such as {', '.join(similar)}")
     try:
@@ -125,9 +125,3 @@ def _without_dropout(config: PreTrainedConfig, named: Sequence[str]) -> None:
                 setattr(config, name, type(value)(0))
             elif isinstance(value, (list, tuple)) and all(map(is_number, value)):  # of each stage
                 setattr(config, name, type(value)(type(v)(0) for v in value))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -11,14 +11,16 @@ Neither torch nor transformers is imported.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import math
 import os
 import platform
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +28,6 @@ import numpy.typing as npt
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.formatting import size
 from fsdp_lab.models.presets import Facts
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Ids: TypeAlias = npt.NDArray[np.int64]
@@ -179,9 +178,8 @@ class FolderImages:
     """Images in a folder, whose sub-folders, sorted by name, are the classes.
 
     An image is scaled and cropped at the center to the model's size, and normalised to -1..1. It is opened as torchvision's
-    ImageFolder does, by `convert`: without what is transparent, not turned as EXIF says, the first one of an animation. But
-    16 bits become 8 by the higher ones, and floats are of 0 to 1, where `convert` would cut off what is above 255. Values of
-    other ranges are refused.
+    ImageFolder does, by `convert`: without what is transparent, not turned as EXIF says, the first one of an animation.
+    Values of more than 8 bits, of which `convert` would cut off what is above 255, are refused.
 
     Raises SpecError: no such folder, no class in it, or more classes than the model has.
     """
@@ -190,8 +188,8 @@ class FolderImages:
         assert facts.image_pixels is not None
         self._facts = facts
         self._entries = _entries(folder, facts)
-        self._cache: dict[int, npt.NDArray[np.uint8]] = {}
-        self._cache_room_bytes = _CACHE_BYTES
+        decoded_bytes = facts.channels * math.prod(facts.image_pixels)
+        self._decoded = functools.lru_cache(_CACHE_BYTES // decoded_bytes)(self._decode)
         self.count = len(self._entries)
         names = "\n".join(str(path.relative_to(Path(folder).expanduser())) for path, _ in self._entries)
         self.fingerprint = hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
@@ -200,13 +198,7 @@ class FolderImages:
     def image(self, index: int) -> tuple[Pixels, int]:
         """Returns (channels, height, width) between -1 and 1, and the class. Raises SpecError for an unreadable file."""
         path, label = self._entries[index]
-        raw = self._cache.get(index)
-        if raw is None:
-            raw = self._decode(path)
-            if raw.nbytes <= self._cache_room_bytes:
-                self._cache[index] = raw
-                self._cache_room_bytes -= raw.nbytes
-        return raw.astype(np.float32) / np.float32(127.5) - np.float32(1), label
+        return self._decoded(path).astype(np.float32) / np.float32(127.5) - np.float32(1), label
 
     def _decode(self, path: Path) -> npt.NDArray[np.uint8]:
         from PIL import Image, ImageOps
@@ -215,28 +207,14 @@ class FolderImages:
         height, width = self._facts.image_pixels
         try:
             with Image.open(path) as opened:
-                image = _of_8_bits(opened).convert(_MODES[self._facts.channels])
-                fitted = ImageOps.fit(image, (width, height))
+                if opened.mode.startswith(("I", "F")):
+                    raise ValueError("it has more than 8 bits")
+                fitted = ImageOps.fit(opened.convert(_MODES[self._facts.channels]), (width, height))
         except Exception as e:  # of many classes, also of files that would take too much memory
-            hint = "remove that file, or save it in another way"
+            hint = "remove that file, or save it with 8 bits"
             raise SpecError("workload.data", f"{path} cannot be read as an image ({e})", hint) from None
         array = np.asarray(fitted, dtype=np.uint8)
         return array[None] if array.ndim == 2 else np.ascontiguousarray(array.transpose(2, 0, 1))
-
-
-def _of_8_bits(image: Image) -> Image:
-    """Raises ValueError for values whose range is not known."""
-    from PIL.Image import fromarray
-
-    if not image.mode.startswith(("I", "F")):
-        return image
-    values = np.asarray(image.convert(image.mode[0]))
-    if image.mode == "I" and image.format not in ("PNG", "PPM"):  # which have 16 bits
-        raise ValueError("integers of 32 bits have no known range; save it with 8 or 16")
-    most = 1 if image.mode == "F" else 65535
-    if not (values.min() >= 0 and values.max() <= most):
-        raise ValueError(f"its values are not between 0 and {most}")
-    return fromarray((values // 256 if most > 1 else np.round(values * 255)).astype(np.uint8))
 
 
 def _entries(folder: str, facts: Facts) -> list[tuple[Path, int]]:

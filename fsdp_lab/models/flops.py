@@ -45,11 +45,6 @@ class Flops(NamedTuple):
     unused: tuple[str, ...] = ()  # parameters that the loss gives no gradient, or not in every batch
 
 
-def flops_per_sample(config: PreTrainedConfig, seq_len: int) -> int:
-    """Model FLOPs of one sample of `seq_len` tokens, or of one image. As `count_flops`."""
-    return count_flops(config, seq_len).model
-
-
 def count_flops(
     config: PreTrainedConfig,
     seq_len: int,
@@ -198,8 +193,9 @@ def device_peak(device: torch.device | str, dtype: torch.dtype) -> Peak:
         column = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "")
         if column == "fp32" and torch.get_float32_matmul_precision() != "highest":
             column = "tf32"
-        if (peak := _from_data_sheet(torch.cuda.get_device_name(device), column)) is not None:
-            return peak
+        gpu = gpu_of_device(torch.cuda.get_device_name(device))
+        if gpu is not None and (rate := gpu.flops_per_s(column)) is not None:
+            return Peak(rate, f"{gpu.source}, dense {column}")
     return measured_peak(device, dtype)
 
 
@@ -246,10 +242,3 @@ def _product_times(device: torch.device, dtype: torch.dtype, edge: int, transpos
 def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _from_data_sheet(name: str, column: str) -> Peak | None:
-    """The peak of the GPU of this name; None if the tables do not have it."""
-    gpu = gpu_of_device(name)
-    rate = gpu.flops_per_s(column) if gpu is not None else None
-    return None if gpu is None or rate is None else Peak(rate, f"{gpu.source}, dense {column}")

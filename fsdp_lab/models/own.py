@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,42 +46,36 @@ def seeded(*of: int | str, device: torch.device | None = None) -> Iterator[None]
     they go on as if nothing had been drawn."""
     digest = hashlib.blake2b(repr(of).encode(), digest_size=8).digest()
     seed = int.from_bytes(digest, "little") >> 1
-    of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    of_gpu = torch.cuda.get_rng_state(device) if device is not None and device.type == "cuda" else None
+    of_python, of_numpy = random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
-    torch.default_generator.manual_seed(seed)
-    if of_gpu is not None:
-        torch.cuda.manual_seed(seed)
     try:
-        yield
+        with _torch_seeded(seed, device):
+            yield
     finally:
         random.setstate(of_python)
         np.random.set_state(of_numpy)
-        torch.set_rng_state(of_torch)
-        if of_gpu is not None:
-            torch.cuda.set_rng_state(of_gpu, device or "cuda")
 
 
 @contextmanager
-def drawing(seed: int, first_sample: int, device: torch.device) -> Iterator[None]:
+def _torch_seeded(seed: int, device: torch.device | None) -> Iterator[None]:
+    gpus = [device] if device is not None and device.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus, device_type="cuda"):
+        torch.default_generator.manual_seed(seed)
+        for gpu in gpus:
+            with torch.cuda.device(gpu):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
+def drawing(seed: int, first_sample: int, device: torch.device) -> AbstractContextManager[None]:
     """The context of one forward and backward, with masks of dropout that are the same under every backend. Afterwards the
     generators of the CPU and of `device` are as before, so that a user's own draws are not disturbed.
 
     Masks depend on (seed, global number of the micro-batch's first sample, shape of the micro-batch) alone: equal at any
     number of ranks, after a resume, and in a step that is computed again. A forward that is recomputed has the masks of the
     first one, since torch's checkpoints restore the generators' states."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], device_type="cuda"):
-        mask_seed = seed_of_masks(seed, first_sample)
-        torch.default_generator.manual_seed(mask_seed)
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(mask_seed)
-        yield
-
-
-def seed_of_masks(seed: int, first_sample: int) -> int:
-    return seed_of(seed, f"dropout/{first_sample}")
+    return _torch_seeded(seed_of(seed, f"dropout/{first_sample}"), device)
 
 
 class OwnModel:
@@ -137,10 +131,7 @@ class OwnModel:
         except SpecError:
             raise
         except _RAISED:  # it needs values, or is wrong: the CPU tells
-            return self._on_cpu(batch, recomputed)
-
-    def _on_cpu(self, batch: Batch, recomputed: Recomputed) -> OwnCost:
-        model = self.built()
+            model = self.built()
         try:
             with seeded(self._workload.seed):
                 return self._count(model, batch, recomputed)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -36,12 +36,9 @@ class Preset:
     note: str
 
 
-def closest(name: str, count: int = 3) -> tuple[str, ...]:
-    """Presets that a mistyped `name` may mean: similarly spelled, of its family, or the smallest."""
-    alike = difflib.get_close_matches(name.lower(), PRESETS, n=count, cutoff=0.5)
-    family = [p.name for p in PRESETS.values() if p.family in name.lower()]
-    small = [p.name for p in PRESETS.values() if p.parameters < 2_000_000]
-    return tuple(dict.fromkeys([*alike, *(family if not alike else [])]))[:count] or tuple(small[:count])
+def closest(name: str) -> Sequence[str]:
+    """Presets that a mistyped `name` may mean, similarly spelled, or some small ones."""
+    return difflib.get_close_matches(name.lower(), PRESETS, cutoff=0.5) or ["gpt2-1m", "llama-1m", "bert-1m"]
 
 
 def key_of(model: str | Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """`Pretrained`: the values of a model from a folder's `Weights`, under its own names, as `from_pretrained` gives them.
 
-`initial_values` makes what a Workload says: these, or random ones by `Initializer`. `weights_folder` says where they are.
+`initial_values` makes what a Workload says: these, or random ones by `Initializer`.
 
 Note: names. transformers' own tables rename what is in a file: those of the model's class, old spellings (LayerNorm.gamma),
 and the prefix of the base model, which is added or removed. A tied parameter has one name in a model, its first; a file may
@@ -10,11 +10,9 @@ experts that a file has one by one, is refused.
 
 from __future__ import annotations
 
-import glob
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -26,11 +24,9 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models.build import Initializer
-from fsdp_lab.models.cache import hub_folder, is_hub_name
-from fsdp_lab.models.presets import PRESETS
-from fsdp_lab.models.weights import INDEX, SAFETENSORS, Weights, has_weights
+from fsdp_lab.models.weights import Weights
 from fsdp_lab.spec.param_groups import WRAPPED_NAMES, matches, unmatched, unwrapped
-from fsdp_lab.spec.workload import OWN, RANDOM, Workload
+from fsdp_lab.spec.workload import RANDOM, Workload
 
 _FIELD = "workload.weights"
 _SHOWN = 3  # names of each kind in a message
@@ -47,29 +43,6 @@ def initial_values(
     if weights is None:
         return Initializer(model, workload.seed, check)
     return Pretrained(model, workload, weights, check)
-
-
-def weights_folder(workload: Workload) -> Path | None:
-    """The folder of the weights that a workload begins with; None: random values.
-
-    Raises SpecError: `weights` is "own", and its model is no folder.
-    """
-    w = workload
-    if w.weights == RANDOM:
-        return None
-    if w.weights not in (None, OWN):
-        return Path(str(w.weights)).expanduser()
-    if is_hub_name(w.model):
-        return hub_folder(str(w.model), "workload.model", ("config.json", f"*{SAFETENSORS}", f"*{SAFETENSORS}{INDEX}"))
-    path = Path(w.model).expanduser() if isinstance(w.model, str) and w.model not in PRESETS else None
-    if path is not None and path.exists():
-        folder = path if path.is_dir() else path.parent
-        return folder if w.weights == OWN or has_weights(folder) else None
-    if w.weights == OWN:
-        what = f"{w.model} is a name, not a folder" if isinstance(w.model, str) else "a config has no files beside it"
-        reason = f"the model has no weights of its own: {what}"
-        raise SpecError(_FIELD, reason, "name the weights' folder, or use random", {"weights": RANDOM})
-    return None
 
 
 class Pretrained:
@@ -161,45 +134,41 @@ class _Match:
         if (wrong := unmatched(fresh, self._names)) is not None:
             reason = f"{wrong!r} matches no tensor of the model or of {self._folder}"
             hint = f"give a pattern of names such as {self._names[0]}, {self._names[-1]}, or leave it out"
-            fix = {"fresh_weights": [p for p in fresh if p != wrong] or None}
-            raise SpecError("workload.fresh_weights", reason, hint, fix)
+            raise SpecError(
+                "workload.fresh_weights", reason, hint, {"fresh_weights": [p for p in fresh if p != wrong] or None}
+            )
         missing, misshapen, extra = others(self.missing), others(self.misshapen), others(self.extra)
         if not (missing or misshapen or extra):
             return
-        said = []
-        if missing:
-            said.append(f"lack {len(missing)} of the model's tensors ({_listed(missing)})")
-        if misshapen:
-            shapes = [f"{name}: {self.misshapen[name]}" for name in misshapen]
-            said.append(f"have {len(misshapen)} of another shape ({_listed(shapes)})")
-        if extra:
-            said.append(f"have {len(extra)} that it has no place for ({_listed(extra)})")
+        shapes = [f"{name}: {self.misshapen[name]}" for name in misshapen]
+        said = [
+            f"{what.format(len(names))} ({', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''})"
+            for what, names in (
+                ("lack {} of the model's tensors", missing),
+                ("have {} of another shape", shapes),
+                ("have {} that it has no place for", extra),
+            )
+            if names
+        ]
+        patterns = [*fresh, *smallest_patterns({*missing, *misshapen, *extra}, self._names)]
+        hint = f"give this model's weights, or let those begin random: fresh_weights {json.dumps(patterns)}"
+        fix: dict[str, Any] = {"fresh_weights": patterns}
         if wrapped := next((n for n in extra if (inner := unwrapped(n)) != n and inner in self._shapes), ""):
             said.append(f"{WRAPPED_NAMES}: {wrapped} is {unwrapped(wrapped)}")
-            reason = f"the {self._count} tensors in {self._folder} {', and '.join(said)}"
             hint = "write them again by fsdp_lab.unwrap_names(folder, to), and give that folder"
-            raise SpecError(_FIELD, reason, hint, {"weights": RANDOM})
-        patterns = [*fresh, *smallest_patterns({*missing, *misshapen, *extra}, self._names)]
-        reason = f"the {self._count} tensors in {self._folder} {', and '.join(said)}"
-        hint = f"give this model's weights, or let those begin random: fresh_weights {json.dumps(patterns)}"
-        raise SpecError(_FIELD, reason, hint, {"fresh_weights": patterns})
+            fix = {"weights": RANDOM}
+        raise SpecError(_FIELD, f"the {self._count} tensors in {self._folder} {', and '.join(said)}", hint, fix)
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
-
-
-def smallest_patterns(wanted: Iterable[str], names: Iterable[str]) -> list[str]:
+def smallest_patterns(wanted: Collection[str], names: Iterable[str]) -> list[str]:
     """The fewest patterns "module.*", or names, that have all of `wanted` and no other of `names`."""
-    wanted = sorted(wanted)
     others = set(names) - set(wanted)
     patterns: dict[str, None] = {}
-    for name in wanted:
+    for name in sorted(wanted):
         words = name.split(".")
         prefixes = (".".join(words[:count]) + "." for count in range(1, len(words)))
         prefix = next((p for p in prefixes if not any(other.startswith(p) for other in others)), None)
-        alone = prefix is None or sum(other.startswith(prefix) for other in wanted) == 1
-        patterns[glob.escape(name if alone else str(prefix)) + ("" if alone else "*")] = None
+        patterns[name if prefix is None else f"{prefix}*"] = None
     return list(patterns)
 
 

@@ -1,11 +1,10 @@
 """`Records`: the samples that a workload's data contains, as text or as chats, read one after the other.
 
-A text file is one sample, or, by lines, one for each line that is not blank. A file of records (JSON lines, Parquet,
-Arrow, a folder that `datasets` saved, a dataset of the Hugging Face Hub) has a sample in each record, in the column
-`Workload.text_field`; a chat's tools are in the column "tools". A folder is one of records if all its files are, apart
-from those about the data; one with files of records and others is refused. A .json is among either. JSON lines are read
-here, since records may differ in keys and types, and a message names the line; `datasets` reads tables, and is imported
-then.
+A text file is one sample, or, by lines, one for each line that is not blank. A file of records (JSON, Parquet, Arrow, a
+folder that `datasets` saved, a dataset of the Hugging Face Hub) has a sample in each record, in the column
+`Workload.text_field`; a chat's tools are in the column "tools". `datasets` reads them, and is imported then. A folder is one
+of records if all its files are, apart from those about the data; one with files of records and others is refused, but
+a .json beside text is text.
 
 Note: the digest. Every rank needs it before it knows whether there is anything to do, whatever the size of the data. So it
 has of each file the name, the size and the time of the last change.
@@ -15,12 +14,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO, TypeAlias, cast
+from typing import Any, NamedTuple, TextIO, TypeAlias
 
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models.cache import hub_folder, is_hub_name
@@ -33,9 +31,7 @@ Value: TypeAlias = str | dict[str, Any]  # a text, or a chat: what `apply_chat_t
 PIECE_CHARS = 1 << 20  # of a text file that is read at once, but for the rest of a line
 _FIELD = "workload.data"
 _BATCH = 1000  # records of a table that are read at once
-_BEGINS_ARRAY, _SNIFF_CHARS = re.compile(r"\s*\[\s*\{"), 1024
 _TOOLS = "tools"
-_NO_CHARACTER = re.compile(r"[\ud800-\udfff]")  # half of a pair in JSON, or a byte that is not UTF-8: see `_opened`
 # Files about a folder's data.
 _ABOUT = ("readme*", "license*", "licence*", "_*", "dataset_info.json", "dataset_infos.json", "*.lock")
 
@@ -44,22 +40,22 @@ class Format(Enum):
     """The format of a file."""
 
     TEXT = "text"
-    JSON = "JSON lines"
+    JSON = "JSON"
     PARQUET = "Parquet"
     ARROW = "Arrow"
     SAVED = "a folder saved by datasets"
     HUB = "a dataset of the Hugging Face Hub"
-    ARRAY = "a JSON array"
 
 
-_SUFFIXES = {".jsonl": Format.JSON, ".ndjson": Format.JSON, ".parquet": Format.PARQUET, ".arrow": Format.ARROW}
+_OF_RECORDS = {".jsonl": Format.JSON, ".ndjson": Format.JSON, ".parquet": Format.PARQUET, ".arrow": Format.ARROW}
+_SUFFIXES = {**_OF_RECORDS, ".json": Format.JSON}
 
 
 class Sample(NamedTuple):
     """A sample, or a piece of one."""
 
     file: str
-    number: int  # in its file, from 1: of the record, or of the line
+    number: int  # in its file, from 1
     value: Value
     ends: bool = True  # whether it is the sample's last piece
 
@@ -84,6 +80,9 @@ class Records:
                     yield from _lines(path) if self.by_lines else _pieces(path)
                 else:
                     yield from self._samples(path, kind)
+            except UnicodeDecodeError:
+                hint = "convert or remove that file, or use tokenizer bytes with packing packed, which takes any text"
+                raise refusal(f"{path} is not text in UTF-8", hint) from None
             except OSError as e:
                 raise refusal(f"{path}: cannot be read ({e.strerror or e})", "make it readable, or remove it") from None
             if left is not None and (left := left - path.stat().st_size) <= 0:
@@ -91,28 +90,21 @@ class Records:
 
     def _samples(self, path: Path, kind: Format) -> Iterator[Sample]:
         number = 0
-        for number, row in _rows(path, kind, self.field):
-            if self.field not in row:
-                raise _broken(path, number, f"has no {self.field!r}, only {_names(row)}")
-            yield Sample(str(path), number, self._checked(path, number, row))
+        for number, row in enumerate(_rows(path, kind, self.field), 1):
+            value: Any = row.get(self.field)
+            if not self.is_chat:
+                reason = "" if isinstance(value, str) else f"is {_kind(value)}, not text"
+            elif not (reason := chat_error(value)):
+                tools = row.get(_TOOLS) or None
+                try:  # tables, whose rows have one type, may have them as text
+                    value = {"conversation": value, "tools": json.loads(tools) if isinstance(tools, str) else tools}
+                except ValueError:
+                    reason = "has tools that are not JSON"
+            if reason:
+                raise refusal(f"{path}: record {number} {self.field!r} {reason}", "correct that record, or remove it")
+            yield Sample(str(path), number, value)
         if number == 0:
             raise refusal(f"{path}: has no records", "remove that file")
-
-    def _checked(self, path: Path, number: int, row: dict[str, Any]) -> Value:
-        value, tools = row[self.field], row.get(_TOOLS) or None
-        if not self.is_chat:
-            reason = "" if isinstance(value, str) else f"is {_kind(value)}, not text"
-        elif not (reason := chat_error(value)):
-            try:  # tables, whose rows have one type, may have them as text
-                value = {"conversation": value, "tools": json.loads(tools) if isinstance(tools, str) else tools}
-            except ValueError:
-                reason = "has tools that are not JSON"
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-        if not reason and _NO_CHARACTER.search(text):
-            reason = "has half of a surrogate pair or a byte that is not UTF-8, which is no character"
-        if reason:
-            raise _broken(path, number, f"{self.field!r} {reason}")
-        return cast(Value, value)
 
     def digest(self) -> str:
         """See the note."""
@@ -140,13 +132,9 @@ def data_files(data: str) -> tuple[tuple[Path, Format], ...]:
     try:
         if not path.exists():
             raise refusal(f"{data}: there is no such file or folder", 'give a file or folder, or "stdlib"')
-        files = _files_of_folder(path) if path.is_dir() else ((path, _format(path)),)
+        return _files_of_folder(path) if path.is_dir() else ((path, _format(path)),)
     except OSError as e:
         raise refusal(f"{data}: cannot be read ({e.strerror or e})", "give a file or folder that can be read") from None
-    if array := next((path for path, kind in files if kind is Format.ARRAY), None):
-        reason = f"{array}: is one JSON array, and records are objects that have a line each"
-        raise refusal(reason, f"write it so: jq -c '.[]' {array.name} > {array.stem}.jsonl")
-    return files
 
 
 def open_records(workload: Workload, files: Sequence[tuple[Path, Format]]) -> Records:
@@ -160,12 +148,8 @@ def open_records(workload: Workload, files: Sequence[tuple[Path, Format]]) -> Re
         most_bytes = STDLIB_CAP_BYTES if workload.data == "stdlib" else None
         by_lines = workload.packing == "padded"
         return Records(name=workload.data, files=tuple(files), by_lines=by_lines, most_bytes=most_bytes)
-    for path, _ in files:
-        if path.is_file() and path.stat().st_size == 0:
-            raise refusal(f"{path}: the file is empty", "remove that file")
     path, kind = files[0]
-    _, row = next(_rows(path, kind, workload.text_field), (0, None))
-    if row is None:
+    if (row := next(_rows(path, kind, workload.text_field), None)) is None:
         raise refusal(f"{path}: has no records", "remove that file")
     wanted = (workload.text_field,) if workload.text_field is not None else ("text", "messages")
     field = next((name for name in wanted if name in row), None)
@@ -196,85 +180,52 @@ def chat_error(value: Any) -> str:
 
 def _files_of_folder(folder: Path) -> tuple[tuple[Path, Format], ...]:
     if (folder / "dataset_dict.json").is_file():
-        splits = sorted(p.name for p in folder.iterdir() if (p / "state.json").is_file())
-        if not splits:
-            raise refusal(f"{folder} has a dataset_dict.json and no split", "save the data again")
-        raise refusal(f"{folder} has the splits {', '.join(splits)}", f"give one of them, such as {folder / splits[0]}")
+        raise refusal(f"{folder} has several splits", f"give one of them, such as {folder / 'train'}")
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         return ((folder, Format.SAVED),)
     paths = [p for p in walk(folder, frozenset()) if not matches(p.name.lower(), _ABOUT)]
-    files = tuple((path, _format(path)) for path in paths)
-    other = next((path for path, kind in files if kind is Format.TEXT), None)
-    if files and other is None:
-        return files
-    if records := next((path for path in paths if path.suffix.lower() in _SUFFIXES), None):
+    other = next((path for path in paths if _format(path) is Format.TEXT), None)
+    if paths and other is None:
+        return tuple((path, _format(path)) for path in paths)
+    if records := next((path for path in paths if path.suffix.lower() in _OF_RECORDS), None):
         reason = f"{folder} has files of records, such as {records.name}, and others, such as {other}"
         raise refusal(reason, "give a folder with files of one kind, or one of the files")
     return tuple((path, Format.TEXT) for path in text_files(folder))
 
 
 def _format(path: Path) -> Format:
-    """Returns it by the ending; a .json is what it begins with: an object on a line of its own, or an array of objects."""
-    suffix = path.suffix.lower()
-    if suffix != ".json":
-        return _SUFFIXES.get(suffix, Format.TEXT)
-    with _opened(path) as file:
-        start = file.read(_SNIFF_CHARS)
-        if _BEGINS_ARRAY.match(start):
-            return Format.ARRAY
-        file.seek(0)
-        try:
-            return Format.JSON if start.lstrip().startswith("{") and json.loads(file.readline()) else Format.TEXT
-        except (ValueError, RecursionError):
-            return Format.TEXT
-
-
-def _opened(path: Path, newline: str | None = None) -> TextIO:
-    """Bytes that are not UTF-8 come as halves of surrogate pairs. A mark of the byte order is left out."""
-    return path.open(encoding="utf-8-sig", errors="surrogateescape", newline=newline)
+    return _SUFFIXES.get(path.suffix.lower(), Format.TEXT)
 
 
 def _pieces(path: Path) -> Iterator[Sample]:
     """A text file in pieces that end with a line, if it is not too long."""
-    with _opened(path, newline="") as file:
-        text = _piece(path, file)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        text = _piece(file)
         while text:
-            following = _piece(path, file)
+            following = _piece(file)
             yield Sample(str(path), 1, text, not following)
             text = following
 
 
-def _piece(path: Path, file: TextIO) -> str:
+def _piece(file: TextIO) -> str:
     text = file.read(PIECE_CHARS)
-    return _utf8(path, text + file.readline(PIECE_CHARS) if len(text) == PIECE_CHARS else text)
+    return text + file.readline(PIECE_CHARS) if len(text) == PIECE_CHARS else text
 
 
 def _lines(path: Path) -> Iterator[Sample]:
-    with _opened(path) as file:
+    with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield Sample(str(path), number, _utf8(path, line.rstrip("\n"), f" in line {number}"))
-
-
-def _utf8(path: Path, text: str, where: str = "") -> str:
-    if _NO_CHARACTER.search(text):
-        hint = "convert or remove that file, or use tokenizer bytes with packing packed, which takes any text"
-        raise refusal(f"{path} is not text in UTF-8{where}", hint)
-    return text
+                yield Sample(str(path), number, line.rstrip("\n"))
 
 
 # -- records ---------------------------------------------------------------------------------------------------------
 
 
-def _rows(path: Path, kind: Format, field: str | None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The records with their numbers: those of JSON whole, others with the column `field` and tools alone, if they have it.
+def _rows(path: Path, kind: Format, field: str | None) -> Iterator[dict[str, Any]]:
+    """The records; of tables the column `field` and tools alone, if they have it.
 
     Raises SpecError for a file that is broken."""
-    if kind is Format.JSON:
-        with _opened(path) as file:
-            yield from ((i, _object(path, i, line)) for i, line in enumerate(file, 1) if line.strip())
-        return
-    number = 0
     try:
         from datasets import load_dataset, load_from_disk
 
@@ -284,13 +235,14 @@ def _rows(path: Path, kind: Format, field: str | None) -> Iterator[tuple[int, di
             data = load_dataset(str(path), split="train", streaming=True)  # streaming: read in parts
         else:
             data = load_dataset(kind.name.lower(), data_files=str(path), split="train", streaming=True)
+        if kind is Format.JSON:  # whose values may be of several types
+            yield from map(_without_nulls, data)
+            return
         for table in data.with_format("arrow").iter(_BATCH):
             names = table.column_names
             chosen = table.select([n for n in names if n in (field, _TOOLS)]) if field in names else table
             chosen.validate(full=True)  # a broken offset would be read outside of the file, which ends the process
-            for row in chosen.to_pylist():
-                number += 1
-                yield number, {k: _without_nulls(v) for k, v in row.items()}
+            yield from map(_without_nulls, chosen.to_pylist())
     except Exception as e:  # of many classes, pyarrow's and those of what it calls
         if isinstance(e, SpecError):
             raise
@@ -298,25 +250,11 @@ def _rows(path: Path, kind: Format, field: str | None) -> Iterator[tuple[int, di
         raise refusal(f"{path}: is not {kind.value} that can be read ({reason})", "write it again, or remove it") from e
 
 
-def _object(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as e:  # nested too deep
-        raise _broken(path, number, "is not UTF-8" if _NO_CHARACTER.search(line) else f"is not JSON ({e})") from None
-    if not isinstance(row, dict):
-        raise _broken(path, number, f"is {_kind(row)}, not an object")
-    return row
-
-
 def _without_nulls(value: Any) -> Any:
     """Tables have a null for each key that a row or a part of it lacks."""
     if isinstance(value, dict):
         return {k: _without_nulls(v) for k, v in value.items() if v is not None}
     return [_without_nulls(v) for v in value] if isinstance(value, list) else value
-
-
-def _broken(path: Path, number: int, reason: str) -> SpecError:
-    return refusal(f"{path}: record {number} {reason}", "correct that record, or remove it")
 
 
 def _names(row: dict[str, Any]) -> str:

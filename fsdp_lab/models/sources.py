@@ -89,7 +89,9 @@ class TokenSource(Source):
                 first, most, longest = int(over[0]), int(lengths.max()), facts.max_positions
                 fits = longest is None or most <= longest
                 longer = f"a seq_len of {most}" if fits else f"a model with more than {longest} positions"
-                reason = f"{tokens.place(first)} has {lengths[first]} tokens, more than seq_len {seq_len}"
+                begin = tokens.ids[self._begins[first] + np.arange(min(8, lengths[first]))]
+                said = f"sample {first + 1} of {workload.data}, which begins with {tokenizer.decode(begin.tolist())!r}"
+                reason = f"{said}, has {lengths[first]} tokens, more than seq_len {seq_len}"
                 hint = f"use packing packed or {longer}, or shorten it"
                 raise SpecError("workload.seq_len", reason, hint, {"seq_len": most} if fits else {"packing": "packed"})
         else:
@@ -107,7 +109,7 @@ class TokenSource(Source):
             parts = [rows[:0]]
             for i in range(0, len(rows), _ROWS):
                 parts.append(self._count(self._read(rows[i : i + _ROWS])))
-                progress()  # after each part, since all tokens may be read
+                progress(False)  # after each part, since all tokens may be read
             counts = np.concatenate(parts)
         self._kept = np.flatnonzero(counts)
         self.count = len(self._kept)

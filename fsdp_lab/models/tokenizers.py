@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.models.cache import hub_folder, is_hub_name
+from fsdp_lab.models.cache import hub_folder, is_hub_name, model_folder
 from fsdp_lab.models.data import BYTE_OFFSET, SMALLEST_VOCABULARY
-from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.spec.workload import Workload
 
 BYTES, OWN = "bytes", "own"
@@ -89,11 +88,8 @@ class FolderTokenizer:
         try:
             loaded: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         except Exception as e:  # of many classes
-            if not (folder / FILE).is_file() and any((folder / name).is_file() for name in _SENTENCEPIECE):
-                said, hint = "it is SentencePiece's", f"install sentencepiece, save it where that is as a {FILE}"
-            else:
-                said, hint = " ".join(str(e).split())[:200], "save it again"
-            raise _refusal(f"the tokenizer in {folder} cannot be opened ({said})", hint) from e
+            said = " ".join(str(e).split())[:200]
+            raise _refusal(f"the tokenizer in {folder} cannot be opened ({said})", f"save it as a {FILE}") from e
         if not loaded.is_fast:
             raise _refusal(f"the tokenizer in {folder} is not a fast one", "give one with a tokenizer.json")
         self._tokenizer = loaded
@@ -186,7 +182,7 @@ def tokenizer_folder(workload: Workload) -> Path | None:
     if given == BYTES:
         return None
     if given is None or given == OWN:
-        own = _folder_of(workload.model)
+        own = model_folder(workload.model, _FILES)
         if own is not None and has_tokenizer(own):
             return own
         if given is None:
@@ -206,15 +202,6 @@ def has_tokenizer(folder: Path) -> bool:
     if any((folder / name).is_file() for name in (FILE, *_CLASSIC, *_SENTENCEPIECE)):
         return True
     return (folder / _CONFIG).is_file() and '"ByT5Tokenizer"' not in (folder / _CONFIG).read_text(errors="replace")
-
-
-def _folder_of(model: str | Mapping[str, Any]) -> Path | None:
-    if not isinstance(model, str) or model in PRESETS:
-        return None
-    if is_hub_name(model):
-        return hub_folder(model, "workload.model", _FILES)
-    path = Path(model).expanduser()
-    return path if path.is_dir() else path.parent if path.is_file() else None
 
 
 def _refusal(reason: str, hint: str) -> SpecError:

@@ -1,14 +1,14 @@
 """`Tokens`: the samples of a workload as token ids, memory-mapped; text as bytes as it is, other samples made once.
 
 What is made is one Arrow file for each content, kept by `cached`. Its rows are samples, or pieces of a text: their ids,
-which of them are answers (of chats), their file and number, and whether they end a sample. They do not depend on seq_len.
+which of them are answers (of chats), and whether they end a sample. They do not depend on seq_len.
 Whatever the size of the data, `_BATCH_CHARS` of it are in memory at once.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_lab.models.cache import Progress, Progresses, cached
+from fsdp_lab.models.cache import Progress, cached
 from fsdp_lab.models.data import Ids, Text, encode
 from fsdp_lab.models.records import Records, Sample, refusal
 from fsdp_lab.models.tokenizers import InexactChat, Tokenizer
@@ -24,7 +24,7 @@ from fsdp_lab.models.tokenizers import InexactChat, Tokenizer
 if TYPE_CHECKING:
     import pyarrow
 
-_FORMAT = 4  # a change of what is written makes all files anew
+_FORMAT = 5  # a change of what is written makes all files anew
 _BATCH_CHARS, _BATCH_RECORDS = 2 << 20, 4096
 _FINGERPRINTED = 1 << 20  # tokens at either end
 
@@ -40,7 +40,6 @@ class Tokens:
     name: str
     notes: tuple[str, ...]
     fingerprint: str
-    place: Callable[[int], str] = str  # of a sample, for messages
 
 
 class _Bytes:
@@ -83,36 +82,30 @@ def bytes_as_tokens(text: Text) -> Tokens:
     return Tokens(ids=_Bytes(text), ends=ends, has_special=False, name=name, notes=(note,), fingerprint=mark)
 
 
-def open_tokens(records: Records, tokenizer: Tokenizer, *, whole: bool, progress: Progresses) -> Tokens:
+def open_tokens(records: Records, tokenizer: Tokenizer, *, whole: bool, progress: Progress) -> Tokens:
     """The tokens of `records`, made if they are not kept yet. `whole`: each sample is a row of its own, with the special
-    tokens that the tokenizer puts around it. Raises SpecError, and what `progress.check` raises."""
+    tokens that the tokenizer puts around it. Raises SpecError, and what `progress` raises."""
     import pyarrow
 
     key = repr((_FORMAT, records.digest(), tokenizer.digest, whole)).encode()
     name = f"tokens-{hashlib.blake2b(key, digest_size=16).hexdigest()}.arrow"
-    file = cached(name, lambda path: _write(path, records, tokenizer, whole, progress.made), progress)
+    file = cached(name, lambda path: _write(path, records, tokenizer, whole, progress), progress)
     with pyarrow.memory_map(str(file)) as mapped:
         table = pyarrow.ipc.open_stream(mapped).read_all()
     ids = _Lists(table["ids"])
     ends = np.cumsum(pyarrow.compute.list_value_length(table["ids"]).to_numpy(), dtype=np.int64)
-    rows = np.flatnonzero(table["ends"].to_numpy())  # the last ones of samples
-    has_text = np.diff(ends[rows], prepend=0) > 0
-    left_out, rows = int((~has_text).sum()), rows[has_text]
+    ends = ends[np.flatnonzero(table["ends"].to_numpy())]
+    has_text = np.diff(ends, prepend=0) > 0
+    left_out, ends = int((~has_text).sum()), ends[has_text]
     answers = _Lists(table["answers"]) if records.is_chat else None
-    digest = hashlib.blake2b(repr((tokenizer.digest, len(ids), len(rows))).encode(), digest_size=8)
+    digest = hashlib.blake2b(repr((tokenizer.digest, len(ids), len(ends))).encode(), digest_size=8)
     edge = np.unique(np.r_[: min(_FINGERPRINTED, len(ids)), max(0, len(ids) - _FINGERPRINTED) : len(ids)])
     for column in filter(None, (ids, answers)):
         digest.update(column[edge].tobytes())
-    digest.update(ends[rows][:_FINGERPRINTED].tobytes())
-
-    def place(sample: int) -> str:
-        row = int(rows[sample])
-        return f"record {table['number'][row]} of {records.files[table['file'][row].as_py()][0]}"
-
-    notes: tuple[str, ...] = (f"{len(rows):,} samples", f"{len(ids):,} tokens of {tokenizer.name}")
+    digest.update(ends[:_FINGERPRINTED].tobytes())
+    notes: tuple[str, ...] = (f"{len(ends):,} samples", f"{len(ids):,} tokens of {tokenizer.name}")
     notes = (*notes, f"{left_out:,} without text left out") if left_out else notes
-    mark, last = digest.hexdigest(), ends[rows]
-    return Tokens(ids=ids, ends=last, answers=answers, name=records.name, notes=notes, fingerprint=mark, place=place)
+    return Tokens(ids=ids, ends=ends, answers=answers, name=records.name, notes=notes, fingerprint=digest.hexdigest())
 
 
 def encoded(batch: Sequence[Sample], tokenizer: Tokenizer, *, whole: bool) -> list[tuple[list[int], list[bool]]]:
@@ -134,10 +127,8 @@ def _write(path: Path, records: Records, tokenizer: Tokenizer, whole: bool, prog
     import pyarrow
 
     id_type = pyarrow.uint16() if tokenizer.vocabulary <= 1 << 16 else pyarrow.uint32()
-    lists = [("ids", pyarrow.list_(id_type)), ("answers", pyarrow.list_(pyarrow.uint8()))]
-    numbers = [("file", pyarrow.int32()), ("number", pyarrow.int64()), ("ends", pyarrow.uint8())]
-    schema = pyarrow.schema([*lists, *numbers])
-    number_of = {str(path): i for i, (path, _) in enumerate(records.files)}  # the data may be somewhere else next time
+    flag = pyarrow.uint8()
+    schema = pyarrow.schema([("ids", pyarrow.list_(id_type)), ("answers", pyarrow.list_(flag)), ("ends", flag)])
     length = 0  # of the sample in progress
     with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, schema) as stream:
         for batch in _batches(records.read()):
@@ -151,12 +142,10 @@ def _write(path: Path, records: Records, tokenizer: Tokenizer, whole: bool, prog
             columns = {
                 "ids": [ids for ids, _ in parts],
                 "answers": [[*map(int, answers)] for _, answers in parts],
-                "file": [number_of[sample.file] for sample in batch],
-                "number": [sample.number for sample in batch],
                 "ends": [int(sample.ends) for sample in batch],
             }
             stream.write_batch(pyarrow.RecordBatch.from_pydict(columns, schema=schema))
-            progress()
+            progress(False)
 
 
 def _batches(records: Iterable[Sample]) -> Iterator[list[Sample]]:

@@ -63,11 +63,6 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return [m for m in outer if sizes[type(m)] >= sizes.total() / 4]
 
 
-def block_class_names(model: nn.Module) -> tuple[str, ...]:
-    """Class names of `blocks(model)`, each once, in the order of their first block."""
-    return tuple(dict.fromkeys(type(m).__name__ for m in blocks(model)))
-
-
 def _outermost_of(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
     for child in module.children():
         if type(child).__name__ in names:

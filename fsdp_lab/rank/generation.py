@@ -20,7 +20,8 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from fsdp_lab.backends import Backend
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.generation import Completion, Sampling, checked_prompts
-from fsdp_lab.models import Batches, resolve
+from fsdp_lab.models.batches import Batches
+from fsdp_lab.models.configs import resolve
 from fsdp_lab.models.presets import facts_of
 from fsdp_lab.rank.trainer import Trainer
 from fsdp_lab.spec.spec import Spec

@@ -30,7 +30,7 @@ from fsdp_lab.backends.base import Measured
 from fsdp_lab.base.events import Memory, MemorySample, RoleBytes, StepEvent, Traffic
 from fsdp_lab.base.hardware import gpu_of_device
 from fsdp_lab.base.streams import streams_of
-from fsdp_lab.models import BestPeak
+from fsdp_lab.models.flops import BestPeak
 from fsdp_lab.rank.ledger import Ledger, LedgerResult
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset, StepTrace

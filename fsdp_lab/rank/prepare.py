@@ -27,26 +27,16 @@ from fsdp_lab.base.errors import FieldError, SpecError
 from fsdp_lab.base.events import Carrier
 from fsdp_lab.base.hang import LongWork
 from fsdp_lab.engine import ShardMesh
-from fsdp_lab.models import (
-    Batches,
-    BestPeak,
-    Flops,
-    Pretrained,
-    Weights,
-    build_skeleton,
-    count_flops,
-    device_peak,
-    initial_values,
-    resolve,
-    weights_folder,
-)
-from fsdp_lab.models.batches import SOURCE_FIELDS
-from fsdp_lab.models.build import Values
-from fsdp_lab.models.cache import Progresses
-from fsdp_lab.models.flops import Peak
+from fsdp_lab.models.batches import SOURCE_FIELDS, Batches
+from fsdp_lab.models.build import Values, build_skeleton
+from fsdp_lab.models.cache import weights_folder
+from fsdp_lab.models.configs import resolve
+from fsdp_lab.models.flops import BestPeak, Flops, Peak, count_flops, device_peak
 from fsdp_lab.models.lora import AdaptedValues, adapted
 from fsdp_lab.models.own import OwnCost, OwnModel, OwnSource, signature
 from fsdp_lab.models.presets import CACHE_ALWAYS, facts_of
+from fsdp_lab.models.pretrained import Pretrained, initial_values
+from fsdp_lab.models.weights import Weights
 from fsdp_lab.rank.heartbeat import LongWorkLog
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.trainer import StepCost
@@ -83,12 +73,15 @@ class Preparation:
 
     def __init__(self, info: RankInfo, work: LongWorkLog, check: Callable[[], None]) -> None:
         """`check`: raises after an abort; called while another rank makes this one's data."""
-        self._info, self._work = info, work
-        made, awaited = (partial(work.renew, kind) for kind in (LongWork.TOKENISE, LongWork.AWAIT_TOKENS))
-        self._progress = Progresses(made=made, awaited=awaited, check=check)
+        self._info, self._work, self._check = info, work, check
         self._peaks: dict[torch.dtype, BestPeak] = {}
         self._flops: dict[str, Flops] = {}
         self.own_costs: dict[str, OwnCost] = {}
+
+    def _progress(self, awaits: bool) -> None:
+        self._work.renew(LongWork.AWAIT_TOKENS if awaits else LongWork.TOKENISE)
+        if awaits:
+            self._check()
 
     def prepare(
         self,

@@ -20,7 +20,7 @@ from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.events import PhaseSnapshot, StepEvent
 from fsdp_lab.base.generation import Sampling
 from fsdp_lab.base.hang import LONGEST_WORK_S, OWN_ENGINE_S, Heartbeat, LongWork, limit
-from fsdp_lab.models import Batches
+from fsdp_lab.models.batches import Batches
 from fsdp_lab.rank.abort import AbortProtocol
 from fsdp_lab.rank.calibration import HardwareProbe, calibration_trainers
 from fsdp_lab.rank.checkpointing import Checkpointer, drop, on_this_host, spread

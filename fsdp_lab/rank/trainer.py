@@ -40,7 +40,8 @@ from fsdp_lab.base.events import Carrier, StepEvent
 from fsdp_lab.base.tensors import map_tensors
 from fsdp_lab.engine.scaling import Scaler
 from fsdp_lab.engine.schedule import Phase
-from fsdp_lab.models import Batches, BestPeak
+from fsdp_lab.models.batches import Batches
+from fsdp_lab.models.flops import BestPeak
 from fsdp_lab.models.own import drawing, seeded
 from fsdp_lab.models.sources import Batch
 from fsdp_lab.rank.ledger import LedgerResult

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fsdp_lab.base.errors import ArgumentError, FieldError, SpecError, check_whole, plain_errors
+from fsdp_lab.base.errors import ArgumentError, FieldError, SpecError, check_whole
 from fsdp_lab.base.generation import Sampling, checked_prompts
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.cluster.cluster import Cluster
@@ -37,7 +37,6 @@ STOP_S = 2.0
 POLL_S = 0.02
 
 
-@plain_errors
 class Run(RunQueries, Awaited["Run"]):
     """One training run. Made by `Lab.run`; starts at once.
 

@@ -19,7 +19,7 @@ from itertools import product
 from statistics import fmean
 from typing import Any
 
-from fsdp_lab.base.errors import FieldError, SpecError, plain_errors
+from fsdp_lab.base.errors import FieldError, SpecError
 from fsdp_lab.runs.comparison import Comparison, Refusal
 from fsdp_lab.runs.recommendation import Recommendation, recommend
 from fsdp_lab.runs.run import STOP_S, Run
@@ -41,7 +41,6 @@ class SweepProgress:
     left_s: float | None
 
 
-@plain_errors
 class Sweep(Awaited["Sweep"]):
     """Made by `Lab.compare`; starts at once. `await` it or `wait()` for it; `comparison()` has the results so far.
 

@@ -22,11 +22,11 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import psutil
 
-from fsdp_lab.base.errors import ArgumentError, plain_errors
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.formatting import Table
 from fsdp_lab.base.generation import Completion
 from fsdp_lab.base.process import usable_cores
-from fsdp_lab.export import export_accelerate, export_script, export_spec
+from fsdp_lab.export import export_script, export_spec
 from fsdp_lab.runs.diagnosis import Diagnosis, diagnose
 from fsdp_lab.runs.evaluation import EarlyStopping, Evaluation
 from fsdp_lab.runs.steps import EventStore, Step
@@ -83,7 +83,6 @@ def switches_in_force(switches: Sequence[Switch]) -> list[Switch]:
     return in_force
 
 
-@plain_errors
 class Awaited(Generic[T]):
     """A result that another thread sets once. `wait()` or `await` it from any thread or event loop, any number of
     times. Subclasses define `_given_up`: what Ctrl-C in `wait`, or cancelling the task that awaits, does.
@@ -237,10 +236,6 @@ class RunQueries:
         """Writes a torchrun script that trains the Spec applied last with torch alone; see `fsdp_lab.export`. Raises
         FieldError: of the path, or of a field that torch's own backends or the script cannot express."""
         return export_script(exported(self.spec), path, force=force)
-
-    def export_accelerate(self: RunView, path: str | os.PathLike[str], *, force: bool = False) -> Path:
-        """Writes a config for `accelerate launch`. As `export_script` otherwise."""
-        return export_accelerate(exported(self.spec), path, force=force)
 
     def export_spec(self: RunView, path: str | os.PathLike[str], *, force: bool = False) -> Path:
         """Writes the Spec as JSON, which `fsdp-lab run` takes. As `export_script` otherwise."""

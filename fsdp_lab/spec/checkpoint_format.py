@@ -57,14 +57,6 @@ class Checkpoint:
         return f"step {self.step} in {self.path}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class IncompleteCheckpoint:
-    """A checkpoint that was never committed, or was damaged later."""
-
-    path: Path
-    reason: str
-
-
 def check_folder(path: str | os.PathLike[str], *, field: str = "save") -> Path:
     """The absolute path of a folder for checkpoints; created if it is missing. Raises ArgumentError."""
     with path_errors(field, f"{path} cannot hold checkpoints", "name a folder that is yours"):
@@ -144,15 +136,15 @@ def checkpoints(root: str | os.PathLike[str]) -> list[Checkpoint]:
     return sorted(complete, key=lambda c: (c.saved_unix_s, c.step))
 
 
-def incomplete_checkpoints(root: str | os.PathLike[str]) -> list[IncompleteCheckpoint]:
-    """The incomplete checkpoints in a folder, with reasons."""
-    incomplete = []
-    for path in _candidates(Path(root)):
+def incomplete_checkpoints(root: str | os.PathLike[str]) -> dict[Path, str]:
+    """The incomplete checkpoints in a folder, which were never committed or were damaged later, with reasons."""
+    incomplete = {}
+    for path in sorted(_candidates(Path(root))):
         try:
             read(path)
         except FieldError as e:
-            incomplete.append(IncompleteCheckpoint(path=path, reason=e.reason))
-    return sorted(incomplete, key=lambda t: t.path.name)
+            incomplete[path] = e.reason
+    return incomplete
 
 
 def find(path: str | os.PathLike[str], *, field: str = "checkpoint") -> Checkpoint:
@@ -164,10 +156,10 @@ def find(path: str | os.PathLike[str], *, field: str = "checkpoint") -> Checkpoi
         return read(folder, field=field)
     if complete := checkpoints(folder):
         return complete[-1]
-    broken = incomplete_checkpoints(folder)
-    why = f"it holds none that is complete ({broken[-1].path.name}: {broken[-1].reason})" if broken else "it holds none"
-    if not folder.is_dir():
-        why = "there is no such folder"
+    broken = [*incomplete_checkpoints(folder).items()]
+    why = "it holds none" if folder.is_dir() else "there is no such folder"
+    if broken:
+        why = f"it holds none that is complete ({broken[-1][0].name}: {broken[-1][1]})"
     raise ArgumentError(field, f"no checkpoint in {path}: {why}", "name a folder that a run was saved in")
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from fsdp_lab.base.errors import ArgumentError, is_number, is_whole
 from fsdp_lab.spec.link import LinkError, LinkSpec
 
 
-class FaultKind(enum.Enum):
+class FaultKind(enum.StrEnum):
     RAISE = "raise"  # the model's code raises
     NAN = "nan"  # an activation, or in the backward a gradient, becomes NaN
     OOM = "oom"  # an allocation larger than the memory
@@ -24,7 +24,7 @@ class FaultKind(enum.Enum):
     STOP = "stop"  # SIGSTOP
 
 
-class FaultPhase(enum.Enum):
+class FaultPhase(enum.StrEnum):
     """The moment in a step: in the middle of the forward or backward, or after the vote that ends it, before the update."""
 
     FORWARD = "forward"
@@ -32,7 +32,6 @@ class FaultPhase(enum.Enum):
     UPDATE = "update"
 
 
-E = TypeVar("E", bound=enum.Enum)
 _ONLY = {"for_s": FaultKind.STALL, "heals": FaultKind.CUT, "link": FaultKind.SLOW, "factor": FaultKind.SLOW}
 
 
@@ -51,10 +50,14 @@ class Fault:
 
     def __post_init__(self) -> None:
         for name, tokens in (("kind", FaultKind), ("phase", FaultPhase)):
-            if not isinstance(getattr(self, name), tokens):
-                raise _refused(name, getattr(self, name), f"one of {_listed(tokens)}, of {tokens.__name__}")
-        if not isinstance(self.ranks, tuple) or not self.ranks or not all(is_whole(rank, 0) for rank in self.ranks):
+            try:
+                object.__setattr__(self, name, tokens(getattr(self, name)))
+            except ValueError:
+                listed = ", ".join(one.value for one in tokens)
+                raise _refused(name, getattr(self, name), f"one of {listed}") from None
+        if not isinstance(self.ranks, (tuple, list)) or not self.ranks or not all(is_whole(r, 0) for r in self.ranks):
             raise _refused("ranks", self.ranks, "the numbers of one rank or more")
+        object.__setattr__(self, "ranks", tuple(self.ranks))
         if self.at_step is not None and not is_whole(self.at_step, 0):
             raise _refused("at_step", self.at_step, "the number of a step, or None for the next")
         for name, kind in _ONLY.items():
@@ -107,16 +110,11 @@ class Fault:
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Fault:
         """Raises ArgumentError."""
-        given = dict(d)
         names = [f.name for f in dataclasses.fields(cls)]
-        for name in given:
+        for name in d:
             if name not in names:
                 raise _invalid(name, "there is no such field", f"use {', '.join(names)}")
-        given["kind"] = _enum("kind", given.get("kind"), FaultKind)
-        given["phase"] = _enum("phase", given.get("phase", FaultPhase.FORWARD.value), FaultPhase)
-        ranks = given.get("ranks", ())
-        given["ranks"] = tuple(ranks) if isinstance(ranks, Iterable) and not isinstance(ranks, str) else ranks
-        return cls(**given)
+        return cls(**d)
 
 
 def _invalid(name: str, reason: str, hint: str) -> ArgumentError:
@@ -125,17 +123,6 @@ def _invalid(name: str, reason: str, hint: str) -> ArgumentError:
 
 def _refused(name: str, value: Any, wanted: str) -> ArgumentError:
     return _invalid(name, f"{value!r} is refused", f"give {wanted}")
-
-
-def _enum(name: str, value: Any, tokens: type[E]) -> E:
-    try:
-        return tokens(value)
-    except ValueError:
-        raise _refused(name, value, f"one of {_listed(tokens)}") from None
-
-
-def _listed(tokens: type[enum.Enum]) -> str:
-    return ", ".join(str(one.value) for one in tokens)
 
 
 # "kill" and "stop" are signals to the process; the others happen in the rank's next step.

@@ -20,7 +20,7 @@ _WITH_THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")  # commas as people wr
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """The part of a field that some backends do not support, or targets of an export, such as "accelerate/fsdp2"."""
+    """The part of a field that some backends do not support."""
 
     of: tuple[str, ...]
     allows: Callable[[Any], bool]

@@ -18,15 +18,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_lab.base.hardware import GPUS, NETWORKS_BITS_PER_S, PCIE4_BYTES_PER_S, Gpu
+from fsdp_lab.base.hardware import GPUS, NETWORKS_BITS_PER_S, PCIE4_BYTES_PER_S
 
 _BYTES: Mapping[str, float] = {"TB/s": 1e12, "GB/s": 1e9, "MB/s": 1e6, "kB/s": 1e3}
 _BITS: Mapping[str, float] = {"Tb/s": 1e12 / 8, "Gb/s": 1e9 / 8, "Mb/s": 1e6 / 8, "kb/s": 1e3 / 8}
 _RATES: Mapping[str, float] = {**_BYTES, **_BITS}
 _TIMES: Mapping[str, float] = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-_NAMED = ("nvlink", "pcie4")
 _NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf)"
 _LATENCY = rf"({_NUMBER})\s*(s|ms|us|µs|μs|ns)"
+_LINK = re.compile(rf"(?:((?i:nvlink|pcie4))|({_NUMBER})\s*([a-zA-Z/]+))(?:\s+of\s+([^\s,]+))?(?:\s*,\s*{_LATENCY})?")
 _EXAMPLES = (
     '"0.25 GB/s", "0.25 GB/s, 50 us", "nvlink of h100", "pcie4 of a100", "100 Gb/s of h100", or none for the real wire'
 )
@@ -57,20 +57,34 @@ class LinkSpec:
     @classmethod
     def parse(cls, text: Any) -> LinkSpec:
         """Raises LinkError."""
-        if not isinstance(text, str) or not text.strip():
-            raise LinkError(f"{text!r} is refused", f"give a text such as {_EXAMPLES}")
-        rate, latency_s, latency_text = _split_latency(text.strip())
-        what, of, gpu_name = (part.strip() for part in rate.partition(" of "))
-        name = gpu_name.lower() if of else None
-        if name is not None and name not in GPUS:
+        match = _LINK.fullmatch(text.strip()) if isinstance(text, str) else None
+        if match is None:
+            raise LinkError(f"{text!r} is no link", f"give a text such as {_EXAMPLES}")
+        named, amount, unit, gpu_name, delay, delay_unit = match.groups()
+        gpu = (gpu_name or "").lower() or None
+        if gpu is not None and gpu not in GPUS:
             raise LinkError(f"{gpu_name!r} is no GPU that the lab knows", f"use one of {', '.join(GPUS)}")
-        if what.lower() in _NAMED:
-            what = what.lower()
-            bytes_per_s = _named(what, gpu_name, GPUS[name] if name is not None else None)
+        if named:
+            what = named.lower()
+            bytes_per_s = _named(what, gpu)
         else:
-            what, bytes_per_s = _rate(what)
-        spelt = what + (f" of {name}" if name else "") + latency_text
-        return cls(text=spelt, bytes_per_s=bytes_per_s, latency_s=latency_s, gpu=name)
+            unit = re.sub("ps$", "/s", unit)  # Gbps
+            if unit not in _RATES:
+                units = f"give bytes ({', '.join(_BYTES)}) or bits ({', '.join(_BITS)})"
+                raise LinkError(f"{unit!r} is no unit of bandwidth", units)
+            what, bytes_per_s = f"{float(amount):.12g} {unit}", float(amount) * _RATES[unit]
+        latency_s, latency = 0.0, ""
+        if delay is not None:
+            delay_unit = delay_unit.replace("µ", "u").replace("μ", "u")
+            latency_s, latency = float(delay) * _TIMES[delay_unit], f", {float(delay):.12g} {delay_unit}"
+        if not (math.isfinite(bytes_per_s) and bytes_per_s > 0 and math.isfinite(latency_s) and latency_s >= 0):
+            reason = f"{text!r} is refused"
+            raise LinkError(
+                reason, "give a finite bandwidth above 0 and a latency of 0 or more, or none for the real wire"
+            )
+        return cls(
+            text=what + (f" of {gpu}" if gpu else "") + latency, bytes_per_s=bytes_per_s, latency_s=latency_s, gpu=gpu
+        )
 
     def scale(self, flops_per_s: float | None, dtype: str) -> float:
         """The factor on the bandwidth for a device with `flops_per_s` in `dtype` ("fp32", "bf16" or "fp16"). Raises
@@ -112,40 +126,10 @@ def format_latency(seconds: float) -> str:
     return f"{seconds / size:.3g} {unit}"
 
 
-def _split_latency(text: str) -> tuple[str, float, str]:
-    """The text of the rate, the latency in seconds, and the canonical text of the latency."""
-    rate, comma, latency = (part.strip() for part in text.partition(","))
-    if not comma:
-        return rate, 0.0, ""
-    match = re.fullmatch(_LATENCY, latency)
-    if match is None:
-        raise LinkError(f"{latency!r} is no latency", 'give one behind the comma such as "50 us" or "0.2 ms"')
-    number, unit = float(match[1]), match[2].replace("µ", "u").replace("μ", "u")
-    if not math.isfinite(number) or number < 0:
-        raise LinkError(f"a latency of {latency} is refused", "give 0 or more")
-    return rate, number * _TIMES[unit], f", {number:.12g} {unit}"
-
-
-def _rate(word: str) -> tuple[str, float]:
-    """The canonical text of a rate, and its bytes/s."""
-    match = re.fullmatch(rf"({_NUMBER})\s*(\S*)", word)
-    if match is None:
-        raise LinkError(f"{word!r} is no link", f"give {_EXAMPLES}")
-    number, unit = float(match[1]), re.sub("ps$", "/s", match[2])  # Gbps
-    if unit not in _RATES:
-        reason = f"{unit!r} is no unit of bandwidth" if unit else f"{word!r} has no unit"
-        raise LinkError(reason, f"give bytes ({', '.join(_BYTES)}) or bits ({', '.join(_BITS)})")
-    bytes_per_s = number * _RATES[unit]
-    if not math.isfinite(bytes_per_s) or bytes_per_s <= 0:
-        raise LinkError(f"a bandwidth of {word} is refused", "give a finite one above 0, or none for the real wire")
-    return f"{number:.12g} {unit}", bytes_per_s
-
-
-def _named(what: str, gpu_name: str, gpu: Gpu | None) -> float:
+def _named(what: str, gpu: str | None) -> float:
     if gpu is None:
         raise LinkError(f"{what} is of a GPU", f'say which: "{what} of h100"')
-    if what == "pcie4":
-        return PCIE4_BYTES_PER_S
-    if gpu.nvlink_bytes_per_s is None:
-        raise LinkError(f"{gpu_name} has no NVLink", f'use "pcie4 of {gpu_name}", or "25 Gb/s of {gpu_name}"')
-    return gpu.nvlink_bytes_per_s
+    rate = PCIE4_BYTES_PER_S if what == "pcie4" else GPUS[gpu].nvlink_bytes_per_s
+    if rate is None:
+        raise LinkError(f"{gpu} has no NVLink", f'use "pcie4 of {gpu}", or "25 Gb/s of {gpu}"')
+    return rate

@@ -3,7 +3,7 @@
 
 AdamW and SGD are known without torch, so that a Spec is validated, and its memory and time are planned, where torch is not
 installed. Of other classes only the state is known here (`_SLOTS`); whether torch has one and takes its arguments is checked
-where torch is (`backends/base.py`). `tests/backends/test_optimizers.py` compares `_KINDS` and `_SLOTS` with torch's.
+where torch is (`backends/base.py`). `tests/backends/test_optimizers.py` compares `_KNOWN` and `_SLOTS` with torch's.
 
 Note: bits. With `foreach` and without it, the rounding of an update does not depend on where an element lies. A fused
 kernel computes the end of a tensor in another way than the rest, so that its bits depend on how parameters are sharded.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -56,71 +56,28 @@ class Arguments(Mapping[str, Any]):
         return repr(self._values)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Argument:
-    default: Any  # of the class, except for `foreach` and `fused`, which torch chooses by the device if they are None
-    accepts: Callable[[Any], bool]
-    wanted: str  # for a hint
-    read: Callable[[Any], Any]  # a valid value in one spelling
-
-
-def _flag(default: bool = False) -> _Argument:
-    return _Argument(default=default, accepts=lambda v: isinstance(v, bool), wanted="true or false", read=bool)
-
-
-def _number(default: float) -> _Argument:
-    wanted = NOT_NEGATIVE.wanted
-    return _Argument(default=default, accepts=NOT_NEGATIVE.accepts, wanted=wanted, read=float)
-
-
-def _are_betas(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == 2 and all(is_number(b) and 0 <= b < 1 for b in value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Kind:
-    class_name: str
-    arguments: Mapping[str, _Argument]
-    slots: tuple[str, ...] = ()  # of a parameter's state: tensors of its shape
-    more_slots: Mapping[str, str] = field(default_factory=dict)  # argument -> the slot that it adds, if it is not 0
-
-
-_HOW = {"foreach": _flag(True), "fused": _flag()}
-_KINDS: Mapping[str, _Kind] = {
-    "adamw": _Kind(
-        class_name="AdamW",
-        arguments={
-            "betas": _Argument(
-                default=(0.9, 0.999),
-                accepts=_are_betas,
-                wanted="two numbers from 0 to below 1",
-                read=lambda betas: tuple(map(float, betas)),
-            ),
-            "eps": _number(1e-8),
-            "amsgrad": _flag(),
-            **_HOW,
-        },
-        slots=("exp_avg", "exp_avg_sq"),
-        more_slots={"amsgrad": "max_exp_avg_sq"},
-    ),
-    "sgd": _Kind(
-        class_name="SGD",
-        arguments={"momentum": _number(0.0), "dampening": _number(0.0), "nesterov": _flag(), **_HOW},
-        more_slots={"momentum": "momentum_buffer"},
-    ),
+# Of classes that are known without torch: their names there, and their arguments with the class's own defaults, which show
+# the types too; but `foreach` and `fused`, if they are None, torch chooses by the device.
+_HOW = {"foreach": True, "fused": False}
+_KNOWN: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "adamw": ("AdamW", {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, **_HOW}),
+    "sgd": ("SGD", {"momentum": 0.0, "dampening": 0.0, "nesterov": False, **_HOW}),
 }
-OPTIMIZERS = tuple(_KINDS)
-# Of other classes: slots, and those that an argument adds if it is not 0.
+_WANTED = {bool: "true or false", float: NOT_NEGATIVE.wanted, tuple: "two numbers from 0 to below 1"}  # by type
+OPTIMIZERS = tuple(_KNOWN)
+# Of a parameter's state: the tensors of its shape, and those that an argument adds if it is not 0.
 _SLOTS: Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
     "ASGD": (("ax",), {}),
     "Adadelta": (("square_avg", "acc_delta"), {}),
     "Adagrad": (("sum",), {}),
     "Adam": (("exp_avg", "exp_avg_sq"), {"amsgrad": "max_exp_avg_sq"}),
+    "AdamW": (("exp_avg", "exp_avg_sq"), {"amsgrad": "max_exp_avg_sq"}),
     "Adamax": (("exp_avg", "exp_inf"), {}),
     "NAdam": (("exp_avg", "exp_avg_sq"), {}),
     "RAdam": (("exp_avg", "exp_avg_sq"), {}),
     "RMSprop": (("square_avg",), {"momentum": "momentum_buffer", "centered": "grad_avg"}),
     "Rprop": (("prev", "step_size"), {}),
+    "SGD": ((), {"momentum": "momentum_buffer"}),
 }
 
 
@@ -130,18 +87,23 @@ def is_class_name(value: object) -> bool:
 
 def one_spelling(name: str) -> str:
     """ "adamw" for "AdamW"; other names as they are."""
-    return next((token for token, kind in _KINDS.items() if kind.class_name == name), name)
+    return next((token for token, (class_name, _) in _KNOWN.items() if class_name == name), name)
 
 
-def _is_plain(value: object) -> bool:
-    """A number, a bool, a text, or a list of such."""
+def _read(value: Any, default: Any) -> Any:
+    """A valid value of an argument in one spelling, else None. `default`: of its type; None if that is not known."""
+    if isinstance(default, bool):
+        return value if isinstance(value, bool) else None
+    if isinstance(default, float):
+        return float(value) if NOT_NEGATIVE.accepts(value) else None
     if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return isinstance(value, (bool, str)) or (is_number(value) and math.isfinite(value))
-
-
-def _read_plain(value: Any) -> Any:
-    return tuple(map(_read_plain, value)) if isinstance(value, (list, tuple)) else value
+        parts = [_read(v, None) for v in value]
+        are_betas = len(value) == 2 and all(is_number(b) and 0 <= b < 1 for b in value)
+        if default is not None:
+            return tuple(map(float, value)) if are_betas else None
+        return None if None in parts else tuple(parts)
+    is_plain = isinstance(value, (bool, str)) or (is_number(value) and math.isfinite(value))
+    return value if is_plain and default is None else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,10 +126,9 @@ class TorchOptimizer:
             reason = "nesterov needs a momentum above 0 and no dampening"
             raise self._refused(reason, "give momentum=0.9, or leave it out", "nesterov")
         known = self._arguments
-        read = {name: known[name].read(self.args[name]) for name in known if name in self.args}
-        if not self.is_known:
-            read |= {name: _read_plain(value) for name, value in self.args.items() if name not in known}
-        changed = {name: value for name, value in read.items() if name not in known or value != known[name].default}
+        names = [*(name for name in known if name in self.args), *(name for name in self.args if name not in known)]
+        read = {name: _read(self.args[name], known.get(name)) for name in names}
+        changed = {name: value for name, value in read.items() if name not in known or value != known[name]}
         if changed.get("fused"):
             changed.pop("foreach", None)  # it has none beside a fused kernel
         object.__setattr__(self, "args", Arguments(changed))
@@ -175,12 +136,12 @@ class TorchOptimizer:
     @property
     def is_known(self) -> bool:
         """True if all of its arguments are known without torch."""
-        return self.name in _KINDS
+        return self.name in _KNOWN
 
     @property
-    def _arguments(self) -> Mapping[str, _Argument]:
-        """The arguments that are known."""
-        return _KINDS[self.name].arguments if self.is_known else _HOW
+    def _arguments(self) -> Mapping[str, Any]:
+        """The arguments that are known, with their defaults."""
+        return _KNOWN[self.name][1] if self.is_known else _HOW
 
     @staticmethod
     def is_given_elsewhere(argument: str) -> bool:
@@ -189,13 +150,12 @@ class TorchOptimizer:
 
     def __getitem__(self, argument: str) -> Any:
         """The value of an argument, given or by default; None if the class has none of this name."""
-        known = self._arguments.get(argument)
-        return self.args.get(argument, known.default if known is not None else None)
+        return self.args.get(argument, self._arguments.get(argument))
 
     @property
     def class_name(self) -> str:
         """The name of the class in torch.optim."""
-        return _KINDS[self.name].class_name if self.is_known else self.name
+        return _KNOWN[self.name][0] if self.is_known else self.name
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -219,14 +179,11 @@ class TorchOptimizer:
     def slots(self) -> tuple[str, ...]:
         """The tensors of a parameter's shape that it keeps for each, once it has stepped. Raises SpecError for a class whose
         state is known to torch alone."""
-        if self.is_known:
-            slots, more = _KINDS[self.name].slots, _KINDS[self.name].more_slots
-        elif self.name in _SLOTS:
-            slots, more = _SLOTS[self.name]
-        else:
+        if self.class_name not in _SLOTS:
             reason = f"the state of {self.name} is not known without torch, so that its memory cannot be planned"
-            hint = f"use one of {', '.join((*OPTIMIZERS, *_SLOTS))}"
+            hint = f"use one of {', '.join(_SLOTS)}"
             raise SpecError("workload.optimizer", reason, hint, {"optimizer": "adamw", FIELD: {}})
+        slots, more = _SLOTS[self.class_name]
         return (*slots, *(slot for name, slot in more.items() if self[name]))
 
     def without(self, *names: str) -> dict[str, Any]:
@@ -237,24 +194,21 @@ class TorchOptimizer:
         if name in _ELSEWHERE:
             reason, hint = _ELSEWHERE[str(name)]
             raise self._refused(f"{name} {reason}", hint, name)
-        known = self._arguments.get(name) if isinstance(name, str) else None
-        if known is None and not self.is_known and isinstance(name, str) and name.isidentifier():
-            if not _is_plain(value):
-                hint = "give a finite number, true, false, a text, or a list"
-                raise self._refused(f"{name}={value!r} is refused", hint, name)
-            return
-        if known is None:
-            hint = f"its arguments are {', '.join(self._arguments)}"
-            raise self._refused(f"{self.class_name} has no argument {name!r}", hint, name)
-        if not known.accepts(value):
-            raise self._refused(f"{name}={value!r} is refused", f"give {known.wanted}", name)
+        known = self._arguments
+        if name not in known and (self.is_known or not isinstance(name, str) or not name.isidentifier()):
+            raise self._refused(
+                f"{self.class_name} has no argument {name!r}", f"its arguments are {', '.join(known)}", name
+            )
+        default = known.get(str(name))
+        if _read(value, default) is None:
+            wanted = _WANTED.get(type(default), "a finite number, true, false, a text, or a list")
+            raise self._refused(f"{name}={value!r} is refused", f"give {wanted}", name)
 
     def _refused(self, reason: str, hint: str, name: object) -> SpecError:
-        def is_kept(other: str) -> bool:
-            known = self._arguments.get(other)
-            return other != name and (known.accepts(self.args[other]) if known is not None else not self.is_known)
-
-        return SpecError(f"workload.{FIELD}", reason, hint, {FIELD: {n: v for n, v in self.args.items() if is_kept(n)}})
+        kept = {n: v for n, v in self.args.items() if n != name and _read(v, self._arguments.get(n)) is not None}
+        if self.is_known:
+            kept = {n: v for n, v in kept.items() if n in self._arguments}
+        return SpecError(f"workload.{FIELD}", reason, hint, {FIELD: kept})
 
 
 LR_SCHEDULES = ("constant", "linear", "cosine")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
-from fsdp_lab.base.errors import SpecError, is_whole, plain_errors
+from fsdp_lab.base.errors import SpecError, is_whole
 from fsdp_lab.engine.schedule import OffloadPolicy, PrefetchPolicy, Rules
 from fsdp_lab.spec.fields import (
     BOOL,
@@ -159,7 +159,6 @@ def _group_sizes(now: Mapping[str, Any]) -> Sequence[int | None]:
     return (None, *sorted({1, *_divisors(now["world_size"]), now["world_size"]}))
 
 
-@plain_errors
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
     """How the work is sharded, and by which backend. `Spec` refuses what a backend cannot do."""
@@ -179,7 +178,6 @@ class Strategy:
         None, whole(1),
         only(YOURS, (None,), "your engine has one group, that of all ranks"),
         only("fsdp1 ddp", (None,), "{} cannot reshard to a smaller group", "leave it empty", other="use backend lab"),
-        only("accelerate/fsdp2", (None,), "Accelerate reshards to all ranks or to none", "leave it empty"),
         group="Sharding", help="Ranks that share the parameters between forward and backward", planned=True,
         choices=_group_sizes,
     )
@@ -218,7 +216,6 @@ class Strategy:
         only(YOURS, (None,), _ONE_AHEAD),
         only("ddp", (None, 0), "DDP gathers no parameters", "use 0", fix=0),
         only("fsdp1", (None, 0, 1), _FSDP1_ONE_AHEAD, "use 0 or 1", fix=1),
-        only("accelerate/fsdp2", (None, 0), "Accelerate sets none for FSDP2", "use 0", fix=0),
         group="Schedule", help="Units gathered ahead", choices=(None, 0, 1, 2, 3), typed="4",
         automatic=lambda now: BACKEND_TRAITS[now["backend"]].own_prefetch or str(PrefetchPolicy().forward_prefetch),
     )
@@ -228,7 +225,6 @@ class Strategy:
         only("fsdp1", (1, 0), _FSDP1_ONE_AHEAD, "use 0 or 1"),
         Limit(of=("fsdp2",), allows=lambda v: v >= 1, fix=1, why="FSDP2 always prefetches in the backward",
               hint="use 1 or more", other=""),
-        only("accelerate/fsdp2", (1,), "Accelerate leaves FSDP2's own, one unit ahead", "use 1"),
         group="Schedule", help="Units gathered ahead", most=16,
     )
     # Issued before the backward of the unit that computes, or after it.
@@ -245,7 +241,6 @@ class Strategy:
         only("fsdp1", (2, 0), "FSDP1's limiter is on, at 2, or off", "use 0 or 2"),
         only("fsdp2", (2,), "FSDP2 has no limiter to set", "use 2"),
         only("ddp", (2,), "DDP gathers no parameters", "use 2"),
-        only("accelerate/fsdp1", (2,), "Accelerate's config leaves FSDP1's limiter on", "use 2"),
         group="Schedule", label="gathers in flight", help="0: no limit", planned=True, most=64,
     )
     # Units whose whole gradients are in flight; the backward waits before it sends one more.
@@ -253,7 +248,6 @@ class Strategy:
         1, whole(1),
         only(YOURS, (1,), "your engine is asked to reduce one unit at a time"),
         only("fsdp1 ddp", (1,), "{} has no limit to set", "use 1", other="backend lab"),
-        only("accelerate/fsdp2", (1,), "Accelerate leaves FSDP2's own, one at a time", "use 1"),
         group="Schedule", label="reductions in flight", help="Whole gradients", planned=True, most=64,
     )
     recompute: str = knob("none", _RECOMPUTE, group="Schedule", help="Activations computed again in the backward",
@@ -357,7 +351,6 @@ class Strategy:
         )
 
 
-@plain_errors
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """One thing that can be run: a workload, a strategy and a world size, valid as a whole. Raises SpecError for a field, or
@@ -391,7 +384,7 @@ class Spec:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars, from which `Spec.from_dict` makes an equal Spec."""
-        d: dict[str, Any] = _plain(dataclasses.asdict(self))
+        d: dict[str, Any] = plain(dataclasses.asdict(self))
         return d
 
     @classmethod
@@ -558,7 +551,10 @@ def _rule_sharding(spec: Spec) -> None:
         why = f"needs a shard size between 1 and world_size that divides it, and {world} ranks have none"
         raise _invalid("sharding", f"{sharding} {why}", f"use {enough} ranks, or full_shard", world_size=enough)
     if s.is_hybrid and size is not None and size not in factors:
-        reason, hint = f"{size} is not a divisor of {world} between 1 and {world}", f"use one of {_listed(factors)}"
+        reason, hint = (
+            f"{size} is not a divisor of {world} between 1 and {world}",
+            f"use one of {', '.join(map(str, factors))}",
+        )
         raise _invalid("shard_size", reason, hint, shard_size=factors[-1])
     if (refused := spec.refused_by(s.backend)) is not None:
         raise refused
@@ -605,7 +601,7 @@ def _rule_reshard_size(spec: Spec) -> None:
         hint = "leave it empty, or use full_shard"
     else:
         reason = f"{size} is not a divisor of {spec.world_size} between 1 and {spec.world_size}"
-        hint = f"use one of {_listed(sizes)}, or leave it empty" if sizes else "leave it empty"
+        hint = f"use one of {', '.join(map(str, sizes))}, or leave it empty" if sizes else "leave it empty"
     raise _invalid("reshard_size", reason, hint, reshard_size=None)
 
 
@@ -624,10 +620,6 @@ def _rule_optimizer(spec: Spec) -> None:
 
 _RULES: tuple[Callable[[Spec], None], ...]
 _RULES = (_rule_sharding, _rule_gather, _rule_sync, _rule_reshard_size, _rule_optimizer)
-
-
-def _listed(sizes: Sequence[int]) -> str:
-    return ", ".join(map(str, sizes))
 
 
 def _divisors(world_size: int) -> list[int]:
@@ -695,10 +687,10 @@ def check_field(name: str, value: Any) -> None:
         check_value(f"{part}.{name}", value, FIELDS[name])
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Mappings as dicts and sequences as lists, recursively."""
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     return value

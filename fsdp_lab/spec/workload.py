@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from fsdp_lab.base.errors import SpecError, is_number, is_whole, plain_errors
+from fsdp_lab.base.errors import SpecError, is_number, is_whole
 from fsdp_lab.spec.fields import NOT_NEGATIVE, POSITIVE, check_fields, knob, one_of, only, rows_of, text, values, whole
 from fsdp_lab.spec.optimizer import (
     LR_SCHEDULES,
@@ -109,7 +109,6 @@ def _described(given: Any) -> str:
     return " ".join(name if v is True else f"{name}={v}" for name, v in given.items() if v is not None) or "none"
 
 
-@plain_errors
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """The model, the data and the optimizer that are trained. A step sees micro_batch x accumulate x world_size samples."""

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.models import build_skeleton, resolve
-from fsdp_lab.models.build import freeze, frozen_names
+from fsdp_lab.models.build import build_skeleton, freeze, frozen_names
+from fsdp_lab.models.configs import resolve
 from fsdp_lab.spec.param_groups import matches
 from fsdp_lab.spec.spec import Spec
 from tests.backends.test_parity import BACKENDS, SMALL, outcome, sharded, spec

@@ -10,7 +10,8 @@ import torch
 
 from fsdp_lab.backends import check
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.models import build_skeleton, resolve
+from fsdp_lab.models.build import build_skeleton
+from fsdp_lab.models.configs import resolve
 from fsdp_lab.rank import lifecycle
 from fsdp_lab.spec.param_groups import key_of
 from fsdp_lab.spec.spec import Spec

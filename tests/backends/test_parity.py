@@ -15,7 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp_lab.backends import check
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.models import Batches, build_skeleton, resolve
+from fsdp_lab.models.batches import Batches
+from fsdp_lab.models.build import build_skeleton
+from fsdp_lab.models.configs import resolve
 from fsdp_lab.spec.spec import Spec
 from tests.backends import train
 from tests.covering import tiered

@@ -10,7 +10,9 @@ from torch import distributed as dist
 
 from fsdp_lab.backends import build, fill, transfer_state
 from fsdp_lab.backends.base import Backend
-from fsdp_lab.models import Batches, Initializer, resolve
+from fsdp_lab.models.batches import Batches
+from fsdp_lab.models.build import Initializer
+from fsdp_lab.models.configs import resolve
 from fsdp_lab.spec.spec import Spec
 from tests import remembered
 from tests.pool import Place

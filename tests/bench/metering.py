@@ -31,8 +31,8 @@ from fsdp_lab.bench.tasks import BenchRank
 from fsdp_lab.cli.bench import planned, say
 from fsdp_lab.cli.console import Refused, at_least
 from fsdp_lab.engine.scaling import Scaler
-from fsdp_lab.models import Batches, BestPeak
-from fsdp_lab.models.flops import Peak
+from fsdp_lab.models.batches import Batches
+from fsdp_lab.models.flops import BestPeak, Peak
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset
 from fsdp_lab.rank.trainer import StepCost, Trainer, TrainingProgress

@@ -24,7 +24,8 @@ from fsdp_lab.bench.gpu import STRATEGIES
 from fsdp_lab.bench.plan import BenchError, BenchPlan, place
 from fsdp_lab.bench.tasks import BenchRank
 from fsdp_lab.cli.bench import say
-from fsdp_lab.models import build_skeleton, resolve
+from fsdp_lab.models.build import build_skeleton
+from fsdp_lab.models.configs import resolve
 from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.models.wrapping import units
 from fsdp_lab.rank.trainer import checksum

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from fsdp_lab import History
-from fsdp_lab.export import text_of
+from fsdp_lab.export.script import script
 from tests.browser.jupyter import REPO, JupyterServer, Notebook
 
 NAME = "04_compare_strategies.ipynb"
@@ -48,7 +48,7 @@ def test_its_table_its_report_and_its_script_are_of_the_same_runs(
     rows = table.locator("tbody tr").all_text_contents()
     assert all((record["parity"] or "") in row for record, row in zip(told["records"], rows, strict=True))
 
-    script = (server.root / "train.py").read_text()
-    assert "fsdp_lab" not in re.sub(r'""".*?"""', "", script, flags=re.S)
+    written = (server.root / "train.py").read_text()
+    assert "fsdp_lab" not in re.sub(r'""".*?"""', "", written, flags=re.S)
     (taken,) = (record["run"] for record in told["records"] if record["label"] == told["fastest"])
-    assert script == text_of(runs[taken].spec, "script")
+    assert written == script(runs[taken].spec)[0]

@@ -54,7 +54,7 @@ REFUSED = [
     ("compare --ssh a", "give --gpus-per-host N or --ranks-per-host N"),
     ("compare --ranks-per-host 2", "options for hosts are given and no hosts"),
     ("compare --ssh a --ranks-per-host 1 --time 10", "--time is of a Slurm job"),
-    ("run good --link '0.25 GB/s, soon'", "link: 'soon' is no latency"),
+    ("run good --link '0.25 GB/s, soon'", "link: '0.25 GB/s, soon' is no link"),
     ("run /no/such/spec.json", "cannot read"),
     ("run broken", "is not JSON"),
     ("run unknown", "workload.modle"),

@@ -7,7 +7,8 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from fsdp_lab.engine import full_state, load_full_state, sharded_parameters
-from fsdp_lab.models import Initializer, build_skeleton, resolve
+from fsdp_lab.models.build import Initializer, build_skeleton
+from fsdp_lab.models.configs import resolve
 from fsdp_lab.spec.spec import Strategy
 from tests.engine.toys import (
     Net,

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from fsdp_lab.base.streams import CommStreams, CudaStreams
+from fsdp_lab.base.streams import CommStreams, Streams
 from fsdp_lab.engine import full_state, no_sync, sharded_parameters, unshard
 from fsdp_lab.engine.collectives import CommHandle
 from fsdp_lab.spec.spec import Strategy
@@ -212,5 +212,5 @@ def test_communication_on_a_gpu_has_streams_of_high_priority(monkeypatch: pytest
     """As torch's FSDP gives its own: a gather must not wait behind a product that fills the GPU."""
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, **options: made.append(options))
-    CommStreams.of(CudaStreams(torch.device("cuda:0")))
+    CommStreams.of(Streams(torch.device("cuda:0")))
     assert made == [{"priority": -1}] * len(dataclasses.fields(CommStreams))

@@ -6,7 +6,8 @@ import pytest
 from torch import nn
 
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.models import build_skeleton, resolve
+from fsdp_lab.models.build import build_skeleton
+from fsdp_lab.models.configs import resolve
 from fsdp_lab.models.wrapping import blocks, units
 from tests.engine.toys import make
 from tests.models.small import SMALL

@@ -9,13 +9,13 @@ import pytest
 
 from fsdp_lab.base.errors import ArgumentError, SpecError
 from fsdp_lab.cli.main import main
-from fsdp_lab.export import export_accelerate, export_script, export_spec
+from fsdp_lab.export import export_script, export_spec
 from fsdp_lab.spec.spec import Spec
 from tests.export.ranks import spec
 
 
 def test_files_are_written_whole_and_not_twice(tmp_path: Path) -> None:
-    for export, name in ((export_script, "train.py"), (export_accelerate, "fsdp.yaml"), (export_spec, "spec.json")):
+    for export, name in ((export_script, "train.py"), (export_spec, "spec.json")):
         file = export(spec(), tmp_path / name)
         (plain := tmp_path / "plain").touch()
         assert file == tmp_path / name and file.stat().st_mode == plain.stat().st_mode
@@ -25,7 +25,7 @@ def test_files_are_written_whole_and_not_twice(tmp_path: Path) -> None:
             export(spec(seed=9), file)
         assert file.read_text() == before
         assert export(spec(seed=9), file, force=True).read_text() != before
-    assert sorted(os.listdir(tmp_path)) == ["fsdp.yaml", "spec.json", "train.files", "train.py"]  # no part is left
+    assert sorted(os.listdir(tmp_path)) == ["spec.json", "train.files", "train.py"]  # no part is left
 
 
 @pytest.mark.parametrize("path", ["no/such/folder/x.py", ".", "x" * 300, "a\0b"])
@@ -56,7 +56,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (given, [*to_script, "--force", "--ranks", "3"], 0, f"{script}\n"),
         (given, ["--to", "spec", "--output", str(again)], 0, f"{again}\n"),
         (given, ["--to", "script"], 2, "--output: a script reads samples and a model"),
-        (given, ["--to", "accelerate"], 0, "fsdp_version: 2"),
+        (given, ["--to", "spec"], 0, '"workload": {'),
         (tmp_path / "none.json", ["--to", "spec"], 2, "none.json"),
         (refused, [*to_script, "--force"], 2, "strategy.sharding: zero1 is not available with fsdp2"),
     ):

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from fsdp_lab.base.errors import ArgumentError, SpecError
-from fsdp_lab.export import export_model, text_of
+from fsdp_lab.export import export_model
+from fsdp_lab.export.script import script
 from fsdp_lab.spec.spec import Spec
 from tests.export.ranks import exported
 from tests.own import TEXT, cell, own, spec
@@ -33,7 +34,7 @@ def test_losses_are_the_labs_bit_for_bit(pool: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 def test_a_script_has_the_code_once_and_nothing_of_transformers(changes: dict[str, Any]) -> None:
-    text = text_of(spec(**own(**changes)), "script")
+    text = script(spec(**own(**changes)))[0]
     assert all(text.count(word) == 1 for word in ("WIDTH = 16", "class Net(", "class Block(", "class Samples("))
     assert "OWN_MODEL, OWN_LOSS, OWN_DATA = build, loss, Samples" in text
     assert "transformers import" not in text and "SEQ_LEN" not in text and "fsdp_lab import" not in text
@@ -41,7 +42,7 @@ def test_a_script_has_the_code_once_and_nothing_of_transformers(changes: dict[st
 
 def test_a_script_imports_what_can_be_imported() -> None:
     made = Spec().replace(model="tests.own_module:build", loss="tests.own_module:loss", data="tests.own_module:Samples")
-    text = text_of(made, "script")
+    text = script(made)[0]
     assert "from tests.own_module import build\n" in text and "from tests.own_module import Samples\n" in text
 
 
@@ -60,15 +61,8 @@ def test_what_a_script_cannot_contain_is_named(more: str, others: dict[str, str]
     names = cell(f"{TEXT}\n\n{more}", 12)
     names |= {name: names[other] for name, other in others.items()}
     with pytest.raises(SpecError) as refused:
-        text_of(spec(**own(names)), "script")
+        script(spec(**own(names)))
     assert str(refused.value).startswith(said)
-
-
-def test_accelerates_config_wraps_its_blocks_and_names_its_code() -> None:
-    text = text_of(spec(**own(backend="fsdp2")), "accelerate")
-    assert "fsdp_transformer_layer_cls_to_wrap: Block" in text
-    assert '#     model: "build"' in text and "class Net" not in text
-    assert "code of your own, whose source is in the Spec" in text
 
 
 @pytest.mark.slow

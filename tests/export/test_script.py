@@ -17,8 +17,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.export import export_script, text_of
-from fsdp_lab.models import Batches, resolve
+from fsdp_lab.export import export_script
+from fsdp_lab.export.script import script
+from fsdp_lab.models.batches import Batches
+from fsdp_lab.models.configs import resolve
 from fsdp_lab.spec.spec import Precision
 from tests.export.ranks import exported, in_the_lab, losses_of, spec, torchrun
 from tests.models import words
@@ -156,13 +158,13 @@ def test_scripts_are_clean_and_short(tmp_path: Path) -> None:
         {"model": BERT, "backend": "fsdp1", "wrap": "whole", "offload": "all", "dropout": "config", "warmup_steps": 3},
         {"precision": "fp16", "param_groups": GROUPS, "lr_schedule": "linear", "decay_steps": 9, "freeze": ["*.bias"]},
     )):  # fmt: skip
-        (tmp_path / f"script{i}.py").write_text(text := text_of(spec(**changes), "script"))
+        (tmp_path / f"script{i}.py").write_text(text := script(spec(**changes))[0])
         assert "import fsdp_lab" not in text and "from fsdp_lab" not in text and len(text.splitlines()) <= 350
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--line-length", "120", "--select",
                "E,F,I,W,C4,SIM,RUF100", str(tmp_path)]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    plain = text_of(spec(), "script")
+    plain = script(spec())[0]
     for word in ("CLIP_NORM", "checkpoint_wrapper", "Offload", "MixedPrecision", "scale", "RankOrdered", "compile",
                  "prefetch", "SHARD_SIZE", "DEVICES"):  # fmt: skip
         assert word not in plain, word
@@ -174,5 +176,5 @@ def test_scripts_are_clean_and_short(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_what_a_script_does_not_read_is_refused(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(SpecError, match="a script .* or export the Spec itself") as refused:
-        text_of(spec(**changes), "script")
+        script(spec(**changes))
     assert refused.value.field == field

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from fsdp_lab.models import Initializer, build_skeleton, resolve
+from fsdp_lab.models.build import Initializer, build_skeleton
+from fsdp_lab.models.configs import resolve
 
 SMALL: Mapping[str, Any] = {
     "gpt2": "gpt2-1m",
@@ -22,6 +24,13 @@ SMALL: Mapping[str, Any] = {
     "convnext": {"model_type": "convnext", "hidden_sizes": [16, 32], "depths": [1, 2], "num_stages": 2,
                  "image_size": 32, "num_labels": 10},
 }  # fmt: skip
+
+
+def part(values: Any, name: str, start: int, stop: int) -> Tensor:
+    """A range of flattened initial values."""
+    found = torch.full((stop - start,), torch.nan)
+    values.read_into(name, start, found)
+    return found
 
 
 # Of a transformer that is as small as it can be.

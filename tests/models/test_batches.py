@@ -15,9 +15,9 @@ from PIL import Image
 from transformers import ByT5Tokenizer
 
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.models import Batches, resolve
-from fsdp_lab.models.batches import Order, open_source
+from fsdp_lab.models.batches import Batches, Order, open_source
 from fsdp_lab.models.check import check
+from fsdp_lab.models.configs import resolve
 from fsdp_lab.models.data import STDLIB_CAP_BYTES, FolderImages, encode, open_text
 from fsdp_lab.models.presets import facts_of
 from fsdp_lab.models.sources import IGNORED, Batch, Indices, Source
@@ -147,10 +147,6 @@ def _with_exif(path: Path) -> None:
 
 IMAGES: dict[str, Callable[[Path], None]] = {
     "L.png": lambda path: Image.fromarray(SHADES).save(path),
-    "I16.png": lambda path: Image.fromarray((RAMP * 65535).astype(np.uint16)).save(path),
-    "I16.tif": lambda path: Image.fromarray((RAMP * 65535).astype(">u2")).save(path),
-    "I.pgm": lambda path: Image.fromarray((RAMP * 65535).astype(np.int32)).save(path),
-    "F.tif": lambda path: Image.fromarray(RAMP.astype(np.float32)).save(path),
     "LA.png": lambda path: Image.merge("LA", [Image.fromarray(SHADES), Image.new("L", (32, 32), 9)]).save(path),
     "P.png": lambda path: Image.fromarray(SHADES).convert("P").save(path, transparency=3),
     "CMYK.tif": lambda path: Image.fromarray(SHADES).convert("RGB").convert("CMYK").save(path),
@@ -176,8 +172,8 @@ def test_an_image_of_any_mode_has_the_same_shades(tmp_path: Path, channels: int)
 
 
 @pytest.mark.parametrize(("save", "said"), [
-    (lambda path: Image.fromarray((RAMP * 9000).astype(np.int32)).save(path), "integers of 32 bits have no known range"),
-    (lambda path: Image.fromarray((RAMP * 255).astype(np.float32)).save(path), "its values are not between 0 and 1"),
+    (lambda path: Image.fromarray((RAMP * 65535).astype(np.uint16)).save(path), "more than 8 bits"),
+    (lambda path: Image.fromarray(RAMP.astype(np.float32)).save(path), "more than 8 bits"),
     (lambda path: path.write_bytes(b"II no image"), "cannot identify"),
     (lambda path: Image.new("1", (20_000, 20_000)).save(path, compression="group4"), "exceeds limit of .* pixels"),
 ])  # fmt: skip
@@ -252,7 +248,7 @@ def test_too_few_held_out_samples_are_refused_with_a_way_out(book: str) -> None:
     batches = Batches(workload, GPT2, rank=0, world_size=1)
     with pytest.raises(SpecError, match="2 of 50 samples are held out, and 9 are to be evaluated") as refused:
         next(batches.held_out(9))
-    assert refused.value.field == "workload.held_out" and refused.value.hint.endswith("or evaluate 2 samples or fewer")
+    assert refused.value.field == "workload.held_out" and refused.value.hint.endswith("or evaluate fewer")
     mended = Workload(model="gpt2-1m", data=book, seq_len=16, **refused.value.fix)
     check(mended, evaluated=9)
     check(workload, evaluated=2)

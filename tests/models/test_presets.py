@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.models import PRESETS, build_skeleton, resolve
-from fsdp_lab.models.presets import closest, facts_of
+from fsdp_lab.models.build import build_skeleton
+from fsdp_lab.models.configs import resolve
+from fsdp_lab.models.presets import PRESETS, closest, facts_of
 
 FEW = [name for name in PRESETS if name.endswith(("-1m", "-124m", "-7b"))]
 

@@ -10,7 +10,8 @@ import pytest
 from transformers import AutoConfig, BertConfig, GPT2Config
 
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.models import build_skeleton, resolve
+from fsdp_lab.models.build import build_skeleton
+from fsdp_lab.models.configs import resolve
 from fsdp_lab.models.presets import facts_of
 
 TINY = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 300}

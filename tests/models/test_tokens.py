@@ -7,8 +7,7 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,16 +22,17 @@ from filelock import FileLock
 from transformers import AutoTokenizer
 
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.models import Batches, cache, resolve, tokens
-from fsdp_lab.models.cache import Progresses
+from fsdp_lab.models import cache, tokens
+from fsdp_lab.models.batches import Batches
 from fsdp_lab.models.check import check, notes_on
+from fsdp_lab.models.configs import resolve
 from fsdp_lab.models.sources import IGNORED, Batch, TokenSource
 from fsdp_lab.models.tokenizers import ByteTokenizer, FolderTokenizer
 from fsdp_lab.spec.workload import Workload
 from tests.models import words
 from tests.models.words import ASSISTANT, END, MASK, PAD, USER, chat, ids, json_lines, text, uneven, word_tokenizer
 from tests.pool import Place, Pool
-from tests.pretrained import minilm_folder, smollm2_tokenizer
+from tests.pretrained import minilm_folder
 
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 384, "n_positions": 64}
 BERT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -136,7 +136,10 @@ def test_how_much_is_read_at_once_does_not_show(
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "other"))
     monkeypatch.setattr(tokens, "_BATCH_CHARS", 50)
     monkeypatch.setattr("fsdp_lab.models.records.PIECE_CHARS", 100)
-    progress = Progresses(made=lambda: sizes.append(next((tmp_path / "other").glob("*.part")).stat().st_size))
+
+    def progress(awaits: bool) -> None:
+        sizes.append(next((tmp_path / "other").glob("*.part")).stat().st_size)
+
     source = batches(workload, progress=progress).source
     again = source.collate(np.arange(source.count), np.arange(source.count))["input_ids"]
     assert torch.equal(again, whole)
@@ -147,7 +150,8 @@ def test_every_format_of_the_same_records_has_the_same_tokens(tmp_path: Path, fo
     texts = uneven(50, 9)
     table = pa.table({"other": range(50), "text": texts})
     json_lines(tmp_path / "a" / "records.jsonl", texts)
-    json_lines(tmp_path / "b" / "records.json", texts)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "records.json").write_text(json.dumps([{"text": said} for said in texts], indent=1))
     for name, part in (("0", table[:20]), ("1", table[20:])):
         (tmp_path / "c").mkdir(exist_ok=True)
         pyarrow.parquet.write_table(part, tmp_path / "c" / f"{name}.parquet")
@@ -309,7 +313,10 @@ def test_tokens_are_made_once_for_a_content(tmp_path: Path, folder: str, monkeyp
     data = json_lines(tmp_path / "some.jsonl", uneven(40, 9))
     workload = Workload(model=GPT2, data=data, tokenizer=folder, seq_len=8)
     made: list[int] = []
-    progress = Progresses(made=lambda: made.append(1))
+
+    def progress(awaits: bool) -> None:
+        made.append(1)
+
     before = batches(workload, progress=progress).source
     assert made == [1]
     again = batches(dataclasses.replace(workload, seq_len=16), progress=progress).source
@@ -335,7 +342,10 @@ def _both(place: Place, workload: Workload, folder: str) -> tuple[int, list[list
 def _both_in_cache(place: Place, workload: Workload) -> tuple[int, list[list[int]], str]:
     made = []
 
-    def making() -> None:
+    def progress(awaits: bool) -> None:
+        if awaits:
+            place.store.set("waiting", "1")
+            return
         made.append(1)
         if place.rank == 0:
             place.store.set("making", "1")
@@ -343,7 +353,6 @@ def _both_in_cache(place: Place, workload: Workload) -> tuple[int, list[list[int
 
     if place.rank == 1:
         place.store.wait(["making"])
-    progress = Progresses(made=making, awaited=lambda: place.store.set("waiting", "1"))
     try:
         reader = batches(workload, place.rank, 2, progress=progress)
     except SpecError as e:
@@ -364,7 +373,7 @@ def test_what_a_killed_process_has_begun_is_made_again(tmp_path: Path, own_cache
     child = os.fork()
     if child == 0:
         try:
-            batches(workload, progress=Progresses(made=lambda: os.kill(os.getpid(), signal.SIGKILL)))
+            batches(workload, progress=lambda awaits: os.kill(os.getpid(), signal.SIGKILL))
         finally:
             os._exit(1)  # it is not to go on as a second pytest
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
@@ -377,38 +386,23 @@ def test_an_interrupt_leaves_nothing_and_ends_a_wait(tmp_path: Path, own_cache: 
     data = json_lines(tmp_path / "some.jsonl", uneven(40, 9))
     workload = Workload(model=GPT2, data=data, packing="padded", seq_len=64)
 
-    def interrupt() -> None:
+    def interrupt(awaits: bool) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        batches(workload, progress=Progresses(made=interrupt))
+        batches(workload, progress=interrupt)
     (lock,) = own_cache.iterdir()
     with FileLock(lock), pytest.raises(KeyboardInterrupt):
-        batches(workload, progress=Progresses(check=interrupt))
+        batches(workload, progress=interrupt)
     assert batches(workload).source.count == 40
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """64 KiB, which only root can make."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"no small disk can be mounted here: {made.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
-
-
-def test_a_disk_that_is_full_is_said_and_left_as_it_was(
-    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(cache.VARIABLE, str(small_disk / "cache"))
-    data = json_lines(tmp_path / "some.jsonl", uneven(4000, 20))
-    error = refused("workload.data", "there is no room in .*cache for its tokens", data=data)
-    assert "FSDP_LAB_CACHE" in error.hint and {f.suffix for f in (small_disk / "cache").iterdir()} <= {".lock"}
-    few = json_lines(tmp_path / "few.jsonl", uneven(40, 9))
-    assert batches(Workload(model=GPT2, seq_len=8, data=few)).source.count > 10, "what fits is made"
+def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "taken").touch()
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "taken"))
+    data = json_lines(tmp_path / "some.jsonl", uneven(40, 9))
+    error = refused("workload.data", "its tokens cannot be kept in .*taken", data=data)
+    assert "FSDP_LAB_CACHE" in error.hint
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------
@@ -426,16 +420,11 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path, folder: str) -
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
     refused("workload.tokenizer", "cannot be opened", tokenizer=str(tmp_path / "broken"))
-
-
-def test_a_tokenizer_that_has_no_token_for_a_word_is_refused(tmp_path: Path) -> None:
-    folder = Path(word_tokenizer(tmp_path / "tokenizer"))
-    whole = json.loads((folder / "tokenizer.json").read_text())
-    whole["model"]["unk_token"] = "<absent>"
-    (folder / "tokenizer.json").write_text(json.dumps(whole))
+    whole = Path(folder, "tokenizer.json").read_text()
+    Path(folder, "tokenizer.json").write_text(whole.replace('"unk_token": "<unk>"', '"unk_token": "<absent>"'))
     records = json_lines(tmp_path / "some.jsonl", [text(1, 2), "nowhere"])
     with pytest.raises(SpecError, match="tokenizer cannot make tokens of a text") as caught:
-        batches(Workload(model=GPT2, seq_len=8, data=records, text_field="text", tokenizer=str(folder)))
+        batches(Workload(model=GPT2, seq_len=8, data=records, text_field="text", tokenizer=folder))
     assert caught.value.fix == {"tokenizer": "bytes"}
 
 
@@ -468,7 +457,7 @@ def test_files_of_a_tokenizer_that_is_not_in_one_are_used_and_not_passed_over(tm
     bare = {"tokenizer_config.json": '{"tokenizer_class": "GPT2Tokenizer"}'}
     refused("workload.tokenizer", "has no tokens of text", model=weights_in(tmp_path / "bare", bare, gpt2), **given)
     pieces = weights_in(tmp_path / "pieces", {"tokenizer.model": "\0"}, gpt2)
-    assert "install sentencepiece" in refused("workload.tokenizer", "it is SentencePiece's", model=pieces, **given).hint
+    refused("workload.tokenizer", "pieces cannot be opened", model=pieces, **given)
     assert notes_on(classic) == notes_on(bert) == ()
 
 
@@ -489,8 +478,7 @@ def test_a_tokenizer_that_the_weights_do_not_know_is_refused(tmp_path: Path) -> 
     given = {"model": model, **records, "seq_len": 8}
     assert rows(Workload(tokenizer=more, **given))["input_ids"].max() == 206
     fewer = word_tokenizer(tmp_path / "fewer", words=140)
-    error = refused("workload.tokenizer", r"10 of the 157 tokens .* \('w140' is 147 there, and None here\)",
-                    tokenizer=fewer, **given)  # fmt: skip
+    error = refused("workload.tokenizer", "'w140' has another id in fewer than beside", tokenizer=fewer, **given)
     assert error.fix == {"tokenizer": str(own)}
     assert rows(Workload(tokenizer=fewer, weights="random", **given))["input_ids"].max() < 147
 
@@ -508,13 +496,12 @@ def test_the_models_own_tokenizer_is_the_default(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("b.jsonl", b"", "b.jsonl: the file is empty"), ("b.jsonl", b"\n\n", "b.jsonl: has no records"),
-        ("b.jsonl", b'{"text": "w1"}\n{"text": ', "b.jsonl: record 2 is not JSON"),
-        ("b.jsonl", b'[1]\n', "b.jsonl: record 1 is of type list, not an object"),
-        ("b.jsonl", b'{"text": "w1"}\n{"text": "w1 \\ud83d"}\n', "b.jsonl: record 2 'text' has half of a surrogate pair"),
-        ("b.jsonl", '{"text": "w1"}\n'.encode("utf-16"), "b.jsonl: record 1 is not UTF-8"),
+        ("b.jsonl", b"", "b.jsonl: is not JSON that can be read"), ("b.jsonl", b"\n\n", "b.jsonl: has no records"),
+        ("b.jsonl", b'{"text": "w1"}\n{"text": ', "b.jsonl: is not JSON that can be read .*in row 1"),
+        ("b.jsonl", b'{"text": "w1"}\n{"text": "w1 \\ud83d"}\n', "b.jsonl: is not JSON that can be read .*surrogate pair"),
+        ("b.jsonl", '{"text": "w1"}\n'.encode("utf-16"), "b.jsonl: is not JSON that can be read"),
         ("b.jsonl", b'{"text": 3}\n', "b.jsonl: record 1 'text' is of type int, not text"),
-        ("b.jsonl", b'{"txt": "w1"}\n', "b.jsonl: record 1 has no 'text', only 'txt'"),
+        ("b.jsonl", b'{"txt": "w1"}\n', "b.jsonl: record 1 'text' is null, not text"),
         ("b.parquet", b"PAR1 no", "b.parquet: is not Parquet that can be read"),
         ("b.arrow", b"no arrow at all", "b.arrow: is not Arrow that can be read"),
     ],
@@ -529,12 +516,14 @@ def test_a_broken_file_in_the_middle_of_a_folder_is_named(
 
 
 def test_what_json_can_hold_is_what_the_tokenizer_gets(tmp_path: Path, folder: str) -> None:
-    """A mark of the byte order, ends of lines, other separators in a text, a NUL, halves in another column, a long line."""
+    """A mark of the byte order, ends of lines, other separators in a text, a NUL, a column of two types, a long line."""
     said = ["w1\u2028w2\x85w3", "w4 \0 w5", "w6 \U0001f642", "w7" + " " * 1_200_000 + "w8"]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for name, end, sides in (("a.jsonl", "\n", said), ("b.json", "\r", said[::-1])):
-        lines = [json.dumps({"text": s, "\ud83d": "\udc00"}, ensure_ascii=s is said[2]) for s in sides]
-        content = "".join(line + end for line in lines).encode("utf-8", "surrogatepass")
+        lines = [
+            json.dumps({"text": s, "other": i if i % 2 else s}, ensure_ascii=s is said[2]) for i, s in enumerate(sides)
+        ]
+        content = "".join(line + end for line in lines).encode()
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
         found = rows(Workload(model=GPT2, data=str(tmp_path / name), tokenizer=folder, seq_len=4, **IN_ORDER))
         alone = [i for s in sides for i in [*tokenizer(s).input_ids, END]]
@@ -567,12 +556,10 @@ def test_a_sample_that_is_too_long_is_named_with_ways_out(tmp_path: Path, folder
     json_lines(tmp_path / "data" / "a.jsonl", uneven(40, 5))
     json_lines(tmp_path / "data" / "b.jsonl", [text(1), "", text(*range(12)), text(*range(30))])
     workload = {"data": str(tmp_path / "data"), "tokenizer": folder, "packing": "padded"}
-    error = refused("workload.seq_len", "record 3 of .*b.jsonl has 13 tokens, more than seq_len 8", **workload)
+    said = "sample 42 of .*/data, which begins with 'w0 w1 w2 w3 w4 w5 w6 w7', has 13 tokens, more than seq_len 8"
+    error = refused("workload.seq_len", said, **workload)
     assert error.fix == {"seq_len": 31} and "packing packed or a seq_len of 31" in error.hint
     batches(Workload(model=GPT2, **{**workload, **error.fix}))
-    (tmp_path / "data").rename(tmp_path / "moved")
-    workload["data"] = str(tmp_path / "moved")
-    refused("workload.seq_len", "record 3 of .*/moved/b.jsonl has 13 tokens", **workload)
     short = {**GPT2, "n_positions": 16}
     error = refused("workload.seq_len", "has 13 tokens", model=short, **workload)
     assert error.fix == {"packing": "packed"} and "more than 16 positions" in error.hint
@@ -590,12 +577,10 @@ def test_what_has_no_samples_is_refused(tmp_path: Path, folder: str) -> None:
     (tmp_path / "latin.txt").write_bytes(b"w1 \xe9 w2")
     refused("workload.data", "is not text in UTF-8", data=str(tmp_path / "latin.txt"), tokenizer=folder)
     lines = {"data": str(tmp_path / "latin.txt"), "tokenizer": folder, "packing": "padded"}
-    refused("workload.data", "latin.txt is not text in UTF-8 in line 1", **lines)
+    refused("workload.data", "latin.txt is not text in UTF-8", **lines)
     datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["w1"]})}).save_to_disk(tmp_path / "splits")
-    error = refused("workload.data", "has the splits train", data=str(tmp_path / "splits"), tokenizer=folder)
+    error = refused("workload.data", "has several splits", data=str(tmp_path / "splits"), tokenizer=folder)
     assert error.hint.endswith("splits/train")
-    (tmp_path / "splits" / "train" / "state.json").unlink()
-    refused("workload.data", "has a dataset_dict.json and no split", data=str(tmp_path / "splits"))
 
 
 def test_what_is_written_beside_records_is_none_of_them(tmp_path: Path, folder: str) -> None:
@@ -609,11 +594,6 @@ def test_what_is_written_beside_records_is_none_of_them(tmp_path: Path, folder: 
     assert source.fingerprint == alone.fingerprint and "40 samples" in source.description
     (data / "c.csv").write_text("a,b")
     refused("workload.data", r"has files of records, such as A.JSONL, and others, such as .*c\.csv", data=str(data))
-    (data / "c.csv").unlink()
-    (data / "c.json").write_text('\n[\n  {"text": "w1"}]')
-    error = refused("workload.data", "c.json: is one JSON array", data=str(data), tokenizer=folder)
-    assert "jq -c '.[]' c.json > c.jsonl" in error.hint
-    refused("workload.data", "c.json: is one JSON array", data=str(data / "c.json"))
 
 
 def test_bytes_stay_what_they_are(tmp_path: Path) -> None:
@@ -624,29 +604,3 @@ def test_bytes_stay_what_they_are(tmp_path: Path) -> None:
     assert found["input_ids"].reshape(-1).tolist() == [b + 3 for b in said]
     assert not (tmp_path / "cache").exists() and ByteTokenizer().encode(["é"], whole=True) == [[198, 172]]
     assert FolderTokenizer(minilm_folder()).vocabulary == 30522
-
-
-# -- a tokenizer and a template of a trained model --------------------------------------------------------------------
-
-SAID = [
-    {"role": "system", "content": "You count."},
-    {"role": "user", "content": "One, two, three, and?"},
-    {"role": "assistant", "content": "Four, of course."},
-    {"role": "user", "content": "And then?"},
-    {"role": "assistant", "content": "Five.\nSix."},
-]
-
-
-@pytest.mark.slow
-def test_answers_alone_are_learned(tmp_path: Path) -> None:
-    folder = str(smollm2_tokenizer(tmp_path / "tokenizer"))
-    alone = AutoTokenizer.from_pretrained(folder)
-    data = json_lines(tmp_path / "chats.jsonl", [SAID, SAID[:3]], field="messages")
-    model = {**GPT2, "vocab_size": len(alone), "n_positions": 256}
-    workload = Workload(model=model, data=data, tokenizer=folder, packing="padded", seq_len=128, held_out=0.0)
-    both = rows(workload)
-    whole = alone.apply_chat_template(SAID, tokenize=True, return_dict=False)
-    assert both["input_ids"][0, : len(whole)].tolist() == whole and not both["attention_mask"][0, len(whole) :].any()
-    learned = [[i for i in row if i != IGNORED] for row in both["labels"].tolist()]
-    assert alone.decode(learned[0]) == "Four, of course.<|im_end|>Five.\nSix.<|im_end|>"
-    assert alone.decode(learned[1]) == "Four, of course.<|im_end|>"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fsdp_lab.base.events import Role, StepEvent
-from fsdp_lab.models import resolve
+from fsdp_lab.models.configs import resolve
 from fsdp_lab.models.flops import count_flops
 from fsdp_lab.planner.devices import machine
 from fsdp_lab.planner.memory import MemoryPlan, loading_bytes, memory

@@ -9,8 +9,10 @@ import sys
 import pytest
 
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.models import PRESETS, build_skeleton, count_flops, resolve
-from fsdp_lab.models.presets import key_of
+from fsdp_lab.models.build import build_skeleton
+from fsdp_lab.models.configs import resolve
+from fsdp_lab.models.flops import count_flops
+from fsdp_lab.models.presets import PRESETS, key_of
 from fsdp_lab.planner.calibration import references
 from fsdp_lab.planner.model_shape import ALLOCATED, ARRIVED, FREED, MADE
 from fsdp_lab.planner.shapes import packaged, shape_for

@@ -12,7 +12,8 @@ from transformers import GenerationConfig
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.events import Role
 from fsdp_lab.base.generation import Sampling, checked_prompts
-from fsdp_lab.models import build_skeleton, resolve
+from fsdp_lab.models.build import build_skeleton
+from fsdp_lab.models.configs import resolve
 from fsdp_lab.rank import Session
 from fsdp_lab.spec.spec import Spec
 from tests.backends.train import whole

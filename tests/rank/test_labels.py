@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from fsdp_lab.models import Batches, resolve
+from fsdp_lab.models.batches import Batches
+from fsdp_lab.models.configs import resolve
 from fsdp_lab.spec.spec import Spec
 from tests.backends.train import whole
 from tests.models.small import filled

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.export import export_model
-from fsdp_lab.models import build_skeleton, resolve
-from fsdp_lab.models.build import Initializer
+from fsdp_lab.models.build import Initializer, build_skeleton
 from fsdp_lab.models.check import check
+from fsdp_lab.models.configs import resolve
 from fsdp_lab.models.lora import adapted
 from fsdp_lab.planner.questions import planned_memory
 from fsdp_lab.spec.spec import Spec

@@ -16,7 +16,9 @@ from transformers import AutoModelForMaskedLM
 
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.events import StepEvent
-from fsdp_lab.models import Batches, Initializer, build_skeleton, resolve
+from fsdp_lab.models.batches import Batches
+from fsdp_lab.models.build import Initializer, build_skeleton
+from fsdp_lab.models.configs import resolve
 from fsdp_lab.planner.memory import loading_bytes
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.rank import lifecycle

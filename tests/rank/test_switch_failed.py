@@ -14,7 +14,8 @@ from fsdp_lab import backends
 from fsdp_lab.backends import transfer
 from fsdp_lab.backends.transfer import StateTransfer
 from fsdp_lab.engine import known_groups
-from fsdp_lab.models import build_skeleton, resolve
+from fsdp_lab.models.build import build_skeleton
+from fsdp_lab.models.configs import resolve
 from fsdp_lab.rank import checkpointing, lifecycle
 from fsdp_lab.rank.checkpointing import Checkpointer
 from tests.pool import Place, Pool

@@ -9,7 +9,9 @@ import pytest
 
 from fsdp_lab.backends.base import storage_id
 from fsdp_lab.base.events import Role
-from fsdp_lab.models import build_skeleton, flops, resolve
+from fsdp_lab.models import flops
+from fsdp_lab.models.build import build_skeleton
+from fsdp_lab.models.configs import resolve
 from fsdp_lab.models.wrapping import units
 from fsdp_lab.rank import Session
 from fsdp_lab.rank.trainer import checksum

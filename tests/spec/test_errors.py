@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from fsdp_lab.base.errors import ArgumentError, FieldError, SpecError
-from fsdp_lab.cluster import RankLost
 from fsdp_lab.cluster.calls import Outcome, verdict
 from fsdp_lab.cluster.remote import described
-from fsdp_lab.runs.view import Awaited
 
 
 @pytest.mark.parametrize("kind", [ArgumentError, SpecError])
@@ -51,26 +45,3 @@ def test_a_notebook_shows_the_user_s_lines_and_the_sentence(capsys: pytest.Captu
         assert lines[1] == f"----> raise {LOST}" and lines[2].startswith("RankLost: rank 1 is gone") and len(lines) == 3
     finally:
         InteractiveShell.clear_instance()
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_the_traceback_of_a_script_ends_near_its_own_line(tmp_path: Path, whole: bool):
-    (tmp_path / "script.py").write_text(MISTAKE)
-    environment = {**os.environ, "FSDP_LAB_TRACEBACK": "whole" if whole else ""}
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert "in mine\n    Spec().replace(sharding='fullshard')\n" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("fsdp_lab.base.errors.SpecError: strategy.sharding: ")
-    assert ("dataclasses.py" in done.stderr) is whole and (done.stderr.count('  File "') == 3) is not whole
-
-
-def test_what_a_wait_raises_has_no_frames_of_the_thread_that_failed():
-    class Failing(Awaited[None]):
-        def _outcome(self) -> None:
-            raise error
-
-    error = RankLost(rank=1, engine=1, pid=2, host="here", reason="was killed", unix_s=0.0)
-    waiting = Failing()
-    waiting._end()
-    with pytest.raises(RankLost) as caught:
-        waiting.wait()
-    assert [entry.name for entry in caught.traceback][1:] == ["call"]

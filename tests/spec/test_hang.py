@@ -92,7 +92,7 @@ def test_ranks_that_wait_for_each_other_are_told_so_and_none_is_absent():
         beat(0, a, 9, peers=(0, 1), counts={"a": 5, "b": 9}), beat(1, b, 8, peers=(0, 1), counts={"a": 4, "b": 10})
     )
     assert hang.ranks == (1,) and hang.absent == () and hang.collective == a
-    assert "rank 1 waits in all_reduce of unit h.2 itself; the ranks wait for each other" in hang.sentence
+    assert "the last collective of rank 1 is all_reduce of unit h.2; the ranks wait for each other" in hang.sentence
 
 
 @pytest.mark.parametrize("other", [issued(15, unit="h.4"), issued(15, "all_reduce"), issued(15, payload_bytes=8)])

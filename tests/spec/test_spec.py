@@ -122,6 +122,7 @@ def test_hybrid_sharding_on_too_few_ranks_names_enough(ranks: int, enough: int) 
     ({"optimizer_args": [("fused", True)]}, "workload.optimizer_args"),
     ({"backend": "fsdp2", "optimizer": "sgd", "optimizer_args": {"fused": True}}, "workload.optimizer_args"),
     ({"model": ""}, "workload.model"), ({"tokenizer": ""}, "workload.tokenizer"),
+    *(({"held_out": share}, "workload.held_out") for share in (-0.01, 0.51, "0.1", True, float("nan"))),
     ({"text_field": 3}, "workload.text_field"), ({"packing": "tight"}, "workload.packing"),
     ({"world_size": 0}, "world_size"), ({"world_size": 1 << 70, "sharding": "hybrid_shard"}, "world_size"),
     ({"devices": ["cpu"]}, "devices"), ({"devices": ["cpu", "cuda:0"]}, "devices"), ({"momentum": 0.9}, "momentum"),
@@ -144,13 +145,6 @@ def test_json_that_is_wrong_is_refused_in_a_sentence(text: str, said: str) -> No
         Spec.from_json(text)
 
 
-def test_a_refusal_crosses_processes_whole() -> None:
-    refusal = Spec().validate(backend="ddp")
-    assert refusal is not None
-    again = pickle.loads(pickle.dumps(refusal))
-    assert (str(again), again.field, again.fix) == (str(refusal), refusal.field, {"sharding": "no_shard"})
-
-
 def test_replace_routes_flat_names_and_changes_nothing_else() -> None:
     before = Spec()
     after = before.replace(backend="ddp", sharding="no_shard", micro_batch=8, world_size=3, devices=["cpu"] * 3)
@@ -168,11 +162,8 @@ def test_the_micro_batches_that_communicate(sync: str | int, accumulate: int, co
     spec = Spec().replace(sync=sync, accumulate=accumulate)
     assert [micro for micro in range(accumulate) if spec.communicates(micro)] == communicating
     assert spec.communications == len(communicating)
-
-
-def test_fsdp1_offloads_with_any_number_that_leaves_no_micro_batch_out() -> None:
-    spec = Spec().replace(backend="fsdp1", offload="all", accumulate=4)
-    assert spec.validate(sync=1) is None and spec.validate(sync=2, accumulate=1) is None
+    skips = len(communicating) < accumulate
+    assert (spec.validate(backend="fsdp1", offload="all") is not None) is skips
 
 
 @pytest.mark.parametrize(("sharding", "world_size", "size", "factor"), [
@@ -180,12 +171,6 @@ def test_fsdp1_offloads_with_any_number_that_leaves_no_micro_batch_out() -> None
 ])  # fmt: skip
 def test_sharding_factor(sharding: str, world_size: int, size: int | None, factor: int) -> None:
     assert Spec(world_size=world_size).replace(sharding=sharding, shard_size=size).shard_factor == factor
-
-
-@pytest.mark.parametrize("share", [-0.01, 0.51, "0.1", True, float("nan")])
-def test_a_share_that_cannot_be_held_out_is_refused(share: Any) -> None:
-    with pytest.raises(SpecError, match="workload.held_out: .* is refused; give a number from 0 to 0.5"):
-        Workload(held_out=share)
 
 
 @pytest.mark.parametrize(("optimizer", "args", "said", "fix"), [

@@ -23,7 +23,7 @@ from typing import Any, TypeVar, overload
 
 import platformdirs
 
-from fsdp_lab.base.errors import ArgumentError, FieldError, check_whole, is_number, plain_errors
+from fsdp_lab.base.errors import ArgumentError, FieldError, check_whole, is_number
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.base.formatting import Table, count
 from fsdp_lab.base.process import Identity
@@ -211,7 +211,6 @@ TARGET = 0.9  # share of the limit that is in use after the oldest runs were del
 T = TypeVar("T")
 
 
-@plain_errors
 class History:
     """The runs of this user on this machine, or in a file of your own.
 
