@@ -410,7 +410,7 @@ class DiagnosisBox(InputForm):
         for (box, text, cure), d in zip_longest(self._rows, self.diagnoses):
             put(box.layout, "display", HIDDEN if d is None else "")
             if d is not None:
-                put(text, "value", f'<span role="status"><b>{prose(d.meaning)}</b> {prose(d.cure)}</span>')
+                put(text, "value", f'<span role="status"><b>{prose(d.sentence)}</b> {prose(d.cure)}</span>')
                 put(cure, "description", ", ".join(describe_field(n, v) for n, v in d.changes.items()) or "Apply")
                 put(cure.layout, "display", "" if d.changes else HIDDEN)
         put(self.widget.layout, "display", "" if diagnoses else HIDDEN)

@@ -24,12 +24,12 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from fsdp_lab.base.errors import SpecError
+from fsdp_lab.base.errors import Cause, SpecError
 from fsdp_lab.models.build import Initializer
 from fsdp_lab.models.cache import hub_folder, is_hub_name
 from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.models.weights import INDEX, SAFETENSORS, Weights, has_weights
-from fsdp_lab.spec.param_groups import WRAPPED_NAMES, matches, unmatched, unwrapped
+from fsdp_lab.spec.param_groups import matches, unmatched, unwrapped
 from fsdp_lab.spec.workload import OWN, RANDOM, Workload
 
 _FIELD = "workload.weights"
@@ -175,10 +175,10 @@ class _Match:
         if extra:
             said.append(f"have {len(extra)} that it has no place for ({_listed(extra)})")
         if wrapped := next((n for n in extra if (inner := unwrapped(n)) != n and inner in self._shapes), ""):
-            said.append(f"{WRAPPED_NAMES}: {wrapped} is {unwrapped(wrapped)}")
+            said.append(f"their names are those of a wrapped model: {wrapped} is {unwrapped(wrapped)}")
             reason = f"the {self._count} tensors in {self._folder} {', and '.join(said)}"
             hint = "write them again by fsdp_lab.unwrap_names(folder, to), and give that folder"
-            raise SpecError(_FIELD, reason, hint, {"weights": RANDOM})
+            raise SpecError(_FIELD, reason, hint, {"weights": RANDOM}, Cause.CHECKPOINT)
         patterns = [*fresh, *smallest_patterns({*missing, *misshapen, *extra}, self._names)]
         reason = f"the {self._count} tensors in {self._folder} {', and '.join(said)}"
         hint = f"give this model's weights, or let those begin random: fresh_weights {json.dumps(patterns)}"

@@ -141,7 +141,7 @@ class Activities:
     def end_hung_loops(self, hung: RankHung) -> None:
         """Ends the loops whose ranks wait for each other, and interrupts their cells."""
         for run in list(self._watched.values()):
-            run.hang(hung.sentence, hung.details)
+            run.hang(hung)
             self._drop_if_over(run)
 
     def _drop_if_over(self, run: WatchedRun) -> None:

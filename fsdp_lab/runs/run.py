@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fsdp_lab.base.errors import ArgumentError, FieldError, SpecError, check_whole, plain_errors
+from fsdp_lab.base.errors import ArgumentError, Cause, FieldError, SentenceError, SpecError, check_whole, plain_errors
 from fsdp_lab.base.generation import Sampling, checked_prompts
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.cluster.cluster import Cluster
@@ -129,6 +129,11 @@ class Run(RunQueries, Awaited["Run"]):
     def error(self) -> BaseException | None:
         """The error of a run that failed or is broken; None: it is neither."""
         return self._control.error
+
+    @property
+    def cause(self) -> Cause | None:
+        """The cause of its error, where it is a known one."""
+        return self.error.cause if isinstance(self.error, SentenceError) else None
 
     @property
     def details(self) -> str:

@@ -22,7 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import psutil
 
-from fsdp_lab.base.errors import ArgumentError, plain_errors
+from fsdp_lab.base.errors import ArgumentError, Cause, plain_errors
 from fsdp_lab.base.formatting import Table
 from fsdp_lab.base.generation import Completion
 from fsdp_lab.base.process import usable_cores
@@ -143,7 +143,8 @@ class Awaited(Generic[T]):
 
 class RunView(Protocol):
     """A `Run`, or a stored one. Reading it never waits for a rank. `spec`: the one applied last; of a watched loop,
-    what is known of it. `reason`: why the run is in its state, in a sentence, or empty. `notes`: how far to trust its
+    what is known of it. `reason`: why the run is in its state, in a sentence, or empty. `cause`: of a failure, where it is a
+    known one. `notes`: how far to trust its
     times, a sentence each. `environment`: a `fingerprint`."""
 
     @property
@@ -162,6 +163,8 @@ class RunView(Protocol):
     def state(self) -> RunState: ...
     @property
     def reason(self) -> str: ...
+    @property
+    def cause(self) -> Cause | None: ...
     @property
     def notes(self) -> tuple[str, ...]: ...
     @property
@@ -206,8 +209,7 @@ class RunQueries:
     @property
     def diagnoses(self: RunView) -> tuple[Diagnosis, ...]:
         """Known troubles that its steps, or its failure, show; () for none. See `fsdp_lab.runs.diagnosis`."""
-        failed = self.state in (RunState.FAILED, RunState.BROKEN)
-        return diagnose(self.spec, self.events, self.reason if failed else "")
+        return diagnose(self.spec, self.events, self.cause)
 
     def table(self: RunView, last: int = 10) -> Table:
         """The last steps, one row each, over all ranks. Notes name the last evaluation and the best one."""
