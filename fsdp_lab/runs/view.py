@@ -1,6 +1,6 @@
 """`RunView`, what can be read of any run, live or stored, and `RunQueries`, the results computed from that.
 
-Also `RunState`, `Switch`, `Awaited`, and the `fingerprint` of the machine that a run was trained on.
+Also `RunState`, `Switch`, `Awaited`, `Request`, and the `fingerprint` of the machine that a run was trained on.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from fsdp_lab.base.errors import ArgumentError, Cause, plain_errors
 from fsdp_lab.base.formatting import Table
 from fsdp_lab.base.generation import Completion
 from fsdp_lab.base.process import usable_cores
+from fsdp_lab.cluster import ClusterError
 from fsdp_lab.export import export_accelerate, export_script, export_spec
 from fsdp_lab.runs.diagnosis import Diagnosis, diagnose
 from fsdp_lab.runs.evaluation import EarlyStopping, Evaluation
@@ -139,6 +140,29 @@ class Awaited(Generic[T]):
             self._given_up(blocking=False)
             raise
         return self._outcome()
+
+
+class Request(Awaited[T]):
+    """A result that a run was asked for: `await` it, or `wait()`, for it, or for the error that prevented it."""
+
+    _result: T | Exception
+
+    @property
+    def error(self) -> Exception | None:
+        """The error that prevented it; None: nothing, or it is not settled yet."""
+        return self._result if self.done and isinstance(self._result, Exception) else None
+
+    def settle(self, result: T | Exception) -> None:
+        self._result = result
+        self._end()
+
+    def abandon(self) -> None:
+        self.settle(ClusterError("the run ended before this was done"))
+
+    def _outcome(self) -> T:
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
 
 
 class RunView(Protocol):

@@ -23,12 +23,12 @@ from fsdp_lab.cluster import ClusterError, RankLost, StartError
 from fsdp_lab.cluster.assembly import StartProgress
 from fsdp_lab.dashboard.lab_like import active_run
 from fsdp_lab.runs import EventStore, Refusal, RunState, SlowMotion, Sweep, Switch, SwitchRequest
-from fsdp_lab.runs.control import Request
 from fsdp_lab.runs.diagnosis import Diagnosis
 from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig
 from fsdp_lab.runs.recovery import CHECKPOINT, Incident, RecoveryPolicy, refitted
 from fsdp_lab.runs.saving import CheckpointConfig, SavedCheckpoint
 from fsdp_lab.runs.sweep import combine
+from fsdp_lab.runs.view import Request
 from fsdp_lab.spec.spec import Spec
 from tests import waiting
 from tests.frames import Model, Step

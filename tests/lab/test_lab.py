@@ -56,8 +56,7 @@ def test_a_run_that_nobody_holds_is_let_go(lab: Lab):
     first = weakref.ref(lab.run(steps=3).wait(20))
     lab.run(steps=3).wait(20)
     lab.run(steps=3).wait(20)
-    gc.collect()
-    until(lambda: first() is None)
+    until(lambda: first() is None, meanwhile=gc.collect)
 
 
 def test_await_leaves_the_loop_alive(lab: Lab):
@@ -462,7 +461,7 @@ def test_it_is_waited_for_from_any_loop_and_ended_once(caplog: pytest.LogCapture
 
 
 def test_a_transition_that_is_not_in_the_table_is_refused():
-    control = RunControl()
+    control = RunControl(Spec())
     control.request_stop("enough")
     control.request_stop("again")
     assert (control.state, control.reason, control.ending) == (RunState.STOPPING, "enough", True)
