@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fsdp_lab.rank.torchrun import init_process_group
     from fsdp_lab.report import WhatIf, write_report
     from fsdp_lab.runs import CheckpointConfig, Comparison, EvalConfig, Recommendation, RecoveryPolicy, Run, RunState
-    from fsdp_lab.runs.history import History
+    from fsdp_lab.runs.history.history import History
     from fsdp_lab.runs.history.loops import watch
     from fsdp_lab.spec.spec import Precision, Spec, Strategy
     from fsdp_lab.spec.workload import Workload
@@ -66,7 +66,7 @@ _HOMES = {
     "Comparison": "runs",
     "Dashboard": "dashboard",
     "EvalConfig": "runs",
-    "History": "runs.history",
+    "History": "runs.history.history",
     "Lab": "lab",
     "Memory": "base.events",
     "PRESETS": "models.presets",
