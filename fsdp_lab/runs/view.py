@@ -43,8 +43,6 @@ T = TypeVar("T")
 
 
 class RunState(enum.Enum):
-    """The state of a run. `fsdp_lab.runs.control.TRANSITIONS` says which may follow which."""
-
     STARTING = "starting"
     RUNNING = "running"
     PAUSED = "paused"
