@@ -197,7 +197,7 @@ def _time_ratio(taken: Row, instead: Row) -> Ratio | None:
 def _medians(rows: Sequence[tuple[Row, Row]]) -> tuple[float | None, float | None]:
     """The medians of the ratios of memory and of time; None: not measured."""
     times = [r.median for a, b in rows if (r := _time_ratio(a, b))]
-    return median([r for a, b in rows if (r := peak_ratio(a, b))]), median(times)
+    return median([m for a, b in rows if (m := peak_ratio(a, b))]), median(times)
 
 
 def _change(ratio: float | None, of: str, same: float) -> str:

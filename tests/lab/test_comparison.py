@@ -7,15 +7,13 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
 
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.events import Role, StepEvent
-from fsdp_lab.base.formatting import duration, size
 from fsdp_lab.runs import Comparison, Refusal, RunState, recommend
 from fsdp_lab.runs.comparison import finite
 from fsdp_lab.runs.steps import assemble
-from fsdp_lab.runs.summary import Pairing, figures, quantile, ratio, step_table, summarize
+from fsdp_lab.runs.summary import Pairing, figures, ratio, step_table, summarize
 from fsdp_lab.spec.spec import Spec
 from tests.lab.events import SPEC, event, steps
 from tests.lab.kept import RecordedRun
@@ -125,13 +123,6 @@ def test_what_was_refused_is_one_line_below_the_table_and_no_row(three):
     assert "not in the table" not in repr(Comparison.of(three[:2]))
 
 
-def test_the_notes_state_the_rules_and_the_fidelity():
-    text = repr(Comparison.of([past("a"), past("b", notes=("link emulated",), begin_unix_s=2e9)]))
-    assert "leave out the first step after a change and ledger steps" in text
-    assert "one after the other" in text and "note: CPU and Gloo: not a GPU's.\n" in text + "\n"
-    assert "note: link emulated (B)" in text
-
-
 def test_records_are_flat_and_have_one_set_of_keys(three):
     config = {"model_type": "gpt2", "n_layer": 1}
     compared = Comparison.of([*three, past("d", SPEC.replace(model=config, precision="bf16"))])
@@ -186,13 +177,6 @@ def test_medians_leave_out_first_steps_and_ledger_steps_and_losses_do_not():
     assert entry["step_time_s"]["median"] == 0.4 and entry["tokens_per_s"] == 500, "of the slowest rank of whole steps"
 
 
-@given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0, 1))
-def test_quantiles_lie_between_the_extremes_and_do_not_cross(values: list[float], q: float):
-    got = quantile(values, q)
-    assert got is not None and min(values) <= got <= max(values) + 1e-6
-    assert quantile(values, 0.0) == min(values) and quantile(values, 1.0) == max(values)
-
-
 def test_the_table_reads_as_text_and_as_html():
     told = assemble(steps(0, first_after_switch=True) + steps(1))
     table = step_table(told, {SPEC.id: SPEC}, caption="a <run>", notes=["shared"])
@@ -234,11 +218,6 @@ def test_a_peak_that_was_raised_later_is_that_of_all_steps():
     older = [*steps(0, step_time_s=0.004, **old), *steps(1, 2, step_time_s=0.005, **old)]
     assert summary(SPEC, older)["mfu_per_rank"] == [0.8, 0.8], "no more than 100 % is shown of an older file"
     assert "250" not in repr(step_table(assemble(older), {}))
-
-
-def test_figures_for_people():
-    assert [size(x) for x in (None, 12, 2048, 3.5 * 2**20, 2**33)] == ["–", "12 B", "2.00 KiB", "3.50 MiB", "8.00 GiB"]
-    assert [duration(x) for x in (0.0032, 0.25, 1.5)] == ["3.20 ms", "250 ms", "1.50 s"]
 
 
 # -- which run to take, and what each toggle bought ---------------------------------------------------------------
