@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.files import check_file
 from fsdp_lab.base.formatting import plural, size
 from fsdp_lab.cli.console import Failed, Refused, add_command, at_least, memory_limit, say, say_json, signals_ignored
@@ -16,7 +17,7 @@ from fsdp_lab.spec.describe import describe_changes
 
 if TYPE_CHECKING:
     from fsdp_lab.cluster.detached import DetachedCluster
-    from fsdp_lab.runs.history.history import History, StoredRun
+    from fsdp_lab.runs.history import History, StoredRun
 
 NEWEST = 20
 
@@ -29,23 +30,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions (default: list)", metavar="ACTION")
     acts: tuple[tuple[str, Callable[[argparse.Namespace, History], None], str], ...] = (
         ("show", show, "show one run: environment, switches, last steps"),
-        ("delete", delete, "delete runs"),
+        ("delete", delete, "delete runs, by id or by age"),
+        ("rename", lambda args, history: history.rename(args.which, args.name), "give a run a name"),
         ("pin", lambda args, history: history.pin(args.which), "never delete this run automatically"),
-        ("unpin", lambda args, history: history.pin(args.which, False), "undo pin"),
+        ("unpin", lambda args, history: history.unpin(args.which), "undo pin"),
     )
     for name, act, help_text in acts:
         action = add_command(actions, name, help_text)
         action.set_defaults(act=act)
-        nargs = "+" if name == "delete" else None
-        action.add_argument("which", nargs=nargs, metavar="ID", help="the id, or the beginning of one")
+        nargs = "*" if name == "delete" else None
+        action.add_argument("which", nargs=nargs, metavar="ID", help="the id, the beginning of one, or a name")
+        if name == "delete":
+            help_text = "all runs that ended more than DAYS ago, except pinned ones"
+            action.add_argument("--older-than", type=float, metavar="DAYS", help=help_text)
+        if name == "rename":
+            action.add_argument("name", help='the new name; "" removes it')
         if name == "show":
             help_text = "print JSON, with the same figures as compare --json"
             action.add_argument("--json", action="store_true", help=help_text)
 
 
 def run(args: argparse.Namespace) -> int:
-    from fsdp_lab.runs.history.database import HistoryError
-    from fsdp_lab.runs.history.history import History
+    from fsdp_lab.runs.history import History, HistoryError
 
     try:
         args.act(args, History())
@@ -70,10 +76,11 @@ def show(args: argparse.Namespace, history: History) -> None:
 
 
 def head(stored: StoredRun) -> list[str]:
-    """The run's state, environment and switches, as lines."""
+    """The run's name, state, environment and switches, as lines."""
     seconds = (stored.ended_unix_s or time.time()) - stored.started_unix_s
+    name, pinned = f" {stored.name}" if stored.name else "", " (pinned)" if stored.pinned else ""
     reason = f" ({stored.reason})" if stored.reason else ""
-    lines = [f"run {stored.id}{' (pinned)' if stored.pinned else ''}"]
+    lines = [f"run {stored.id}{name}{pinned}"]
     lines.append(f"{stored.state.value}{reason}; began {stored.when}, {seconds:.0f} s")
     lines.append(stored.where or "where it was trained is not known")
     for switch in stored.switches[1:]:
@@ -83,12 +90,20 @@ def head(stored: StoredRun) -> list[str]:
 
 
 def delete(args: argparse.Namespace, history: History) -> None:
-    say(f"{plural(history.delete(*args.which), 'run')} deleted; {len(history.runs())} left")
+    if bool(args.which) == (args.older_than is not None):
+        raise Refused("name the runs to delete, or give --older-than DAYS")
+    try:
+        deleted = history.delete(*args.which) if args.which else history.delete_older(args.older_than)
+    except FieldError as e:
+        if e.field == "days":
+            raise Refused(f"--older-than {args.older_than} is refused; {e.hint}") from e
+        raise
+    say(f"{plural(deleted, 'run')} deleted; {len(history.runs())} left")
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("which", nargs="+", metavar="RUN", help="the id of a run, or the beginning of one")
+    add("which", nargs="+", metavar="RUN", help="the id of a run, the beginning of one, or its name")
     add("--output", type=Path, default="report.html", metavar="FILE", help="output file (default: %(default)s)")
     add("--baseline", metavar="RUN", help="baseline run (default: the first)")
     add("--title", default="", help="title of the report")
@@ -99,8 +114,7 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 def report(args: argparse.Namespace) -> int:
     limit_bytes = memory_limit(args)
     from fsdp_lab.report import SUFFIXES, write_report
-    from fsdp_lab.runs.history.database import HistoryError
-    from fsdp_lab.runs.history.history import History
+    from fsdp_lab.runs.history import History, HistoryError
 
     check_file(args.output, SUFFIXES, field="--output")
     try:

@@ -21,7 +21,7 @@ COMMANDS = (
     ("compare", compare.add_arguments, compare.run, "train every combination of the given lists and compare them"),
     ("plan", plan.add_arguments, plan.run, "predict memory and step time of a Spec on any hardware"),
     ("checkpoints", run.add_checkpoints, run.checkpoints, CHECKPOINTS),
-    ("history", history.add_arguments, history.run, "list, show, pin and delete stored runs"),
+    ("history", history.add_arguments, history.run, "list, show, rename and delete stored runs"),
     ("ranks", history.add_ranks_arguments, history.ranks, "list and end persistent ranks"),
     ("report", history.add_report_arguments, history.report, "write stored runs as one HTML report"),
     ("export", run.add_export, run.export_spec, "write a Spec as a torchrun script, an Accelerate config, or JSON"),

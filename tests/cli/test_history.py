@@ -1,4 +1,4 @@
-"""`fsdp-lab history` and `report`: kept runs are listed, shown, pinned, deleted and written as one file; what is refused."""
+"""`fsdp-lab history` and `report`: kept runs are listed, shown, named, deleted and written as one file; what is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from fsdp_lab.cli.main import main
 from fsdp_lab.runs import Comparison
 from fsdp_lab.runs.comparison import finite
-from fsdp_lab.runs.history.history import History
+from fsdp_lab.runs.history import History
 from fsdp_lab.spec.spec import Spec
 from tests.lab.telling import Telling, ended
 
@@ -61,16 +61,20 @@ def test_a_run_is_shown(runs: list[Telling], capsys: pytest.CaptureFixture[str])
     assert "2 x CPU" in out and "tokens/s" in out and "finished" in out
     shown = json.loads(said(capsys, "show", runs[1].id, "--json"))
     assert shown["summary"] == json.loads(json.dumps(runs[1].summary()))
-    assert "the ids of 0 of these runs begin with 'nothing'" in said(capsys, "show", "nothing", code=2)
+    assert "none of these runs is called 'nothing'" in said(capsys, "show", "nothing", code=2)
 
 
-def test_runs_are_pinned_and_deleted(runs: list[Telling], capsys: pytest.CaptureFixture[str]):
-    said(capsys, "pin", runs[0].id)
-    assert f"{runs[0].id} (pinned)" in said(capsys)
-    said(capsys, "unpin", runs[0].id)
+def test_runs_are_named_pinned_and_deleted(runs: list[Telling], capsys: pytest.CaptureFixture[str]):
+    said(capsys, "rename", runs[0].id, "baseline")
+    said(capsys, "pin", "baseline")
+    assert "baseline (pinned)" in said(capsys) and History().runs()["baseline"].id == runs[0].id
+    said(capsys, "unpin", "baseline")
     assert "(pinned)" not in said(capsys)
-    assert "2 runs deleted; 1 left" in said(capsys, "delete", runs[1].id, runs[2].id)
-    assert said(capsys).startswith("1 run in ")
+    assert "name the runs to delete, or give --older-than DAYS" in said(capsys, "delete", code=2)
+    assert "--older-than -2.0 is refused" in said(capsys, "delete", "--older-than", "-2", code=2)
+    assert "1 run deleted; 2 left" in said(capsys, "delete", "--older-than", "30")
+    assert "2 runs deleted; 0 left" in said(capsys, "delete", runs[1].id, runs[2].id)
+    assert said(capsys).startswith("0 runs in ")
 
 
 def test_a_file_that_cannot_be_used_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
@@ -97,7 +101,7 @@ def test_kept_runs_are_written(runs: list[Telling], tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["nothing"], "run: the ids of 0 of these runs begin with 'nothing'"),
+        (["nothing"], "run: none of these runs is called 'nothing'"),
         (["{0}", "--baseline", "{1}"], "--baseline {1} is not one of the runs of this report; name it among them, too"),
         (["{0}", "--output", "there.txt"], "--output: there.txt does not end in .html or .htm"),
         (["{0}", "--memory", "0"], "--memory 0 is refused; give the GiB of a device, such as 80"),

@@ -14,7 +14,7 @@ from fsdp_lab.dashboard import Dashboard
 from fsdp_lab.dashboard.board import LIVE, Pinned
 from fsdp_lab.dashboard.panels.axis import CURVE
 from fsdp_lab.runs import Comparison, RunState
-from fsdp_lab.runs.history.history import History
+from fsdp_lab.runs.history import History
 from fsdp_lab.runs.parity import Verdict
 from fsdp_lab.spec.spec import Spec
 from tests.dashboard.fake_lab import FakeLab, event, until

@@ -22,7 +22,7 @@ from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.lab import Lab
 from fsdp_lab.planner.questions import Target
 from fsdp_lab.runs import RunState
-from fsdp_lab.runs.history.history import History
+from fsdp_lab.runs.history import History
 from fsdp_lab.runs.recovery import BEGINNING, REPLICA, Incident
 from fsdp_lab.runs.steps import EventStore
 from fsdp_lab.runs.watched import WatchedRun

@@ -26,9 +26,9 @@ from fsdp_lab.base.events import Carrier, Memory, MemorySample, RoleBytes, Span,
 from fsdp_lab.base.generation import Completion
 from fsdp_lab.base.process import Identity
 from fsdp_lab.runs import RunState
-from fsdp_lab.runs.history import database as database_module, writer as writer_module
-from fsdp_lab.runs.history.database import HistoryDB, HistoryError, pack, unpack
-from fsdp_lab.runs.history.history import History, StoredRun, kernel_alive
+from fsdp_lab.runs.history import History, HistoryError, StoredRun, database as database_module, writer as writer_module
+from fsdp_lab.runs.history.database import HistoryDB, pack, unpack
+from fsdp_lab.runs.history.history import kernel_alive
 from fsdp_lab.runs.history.writer import CURVES_KEPT, SPANS_KEPT
 from fsdp_lab.spec.describe import describe_strategy
 from fsdp_lab.spec.spec import Spec
@@ -51,10 +51,6 @@ def history(tmp_path: Path) -> Iterator[History]:
         if not run.state.over:
             run.end(RunState.STOPPED)
     made.flush(5)
-
-
-def size(history: History) -> int:
-    return sum(file.stat().st_size for file in history.path.parent.glob(f"{history.path.name}*"))
 
 
 def kept(history: History, *runs: Telling) -> None:
@@ -172,7 +168,7 @@ def test_runs_are_filtered_by_the_fields_of_their_spec(shelf: History):
     assert "3 of 7 runs" in repr(shelf.runs(backend=["fsdp2", "ddp"]))
 
     for filters, words in (
-        ({"shardng": "full_shard"}, "shardng: there is no such field to look for; use since, state, model"),
+        ({"shardng": "full_shard"}, "shardng: there is no such field to look for; use since, state, name, model"),
         ({"state": "asleep"}, "state: 'asleep' is refused; give one of starting, running"),
         ({"since": "yesterday"}, "since: 'yesterday' is no time; give one such as"),
     ):
@@ -180,15 +176,24 @@ def test_runs_are_filtered_by_the_fields_of_their_spec(shelf: History):
             shelf.runs(**filters)  # type: ignore[arg-type]
 
 
-def test_a_run_is_found_by_the_beginning_of_its_id(shelf: History):
+def test_a_run_is_found_by_the_beginning_of_its_id_or_its_name(shelf: History):
     runs = shelf.runs()
     assert runs[runs[2].id].id == runs[runs[2].id[:7]].id == runs[2].id and runs[-1] is runs[6]
-    with pytest.raises(ArgumentError, match="run: the ids of 0 of these runs begin with 'zz'; the newest are"):
+    with pytest.raises(ArgumentError, match="run: none of these runs is called 'zz' or begins with it; the newest are"):
         runs["zz"]
-    with pytest.raises(ArgumentError, match="the ids of 0 of these"):
+    with pytest.raises(ArgumentError, match="none of these"):
         runs[""]
     with pytest.raises(IndexError):
         runs[7]
+    shelf.rename(runs[3].id, "baseline")
+    assert shelf.runs()["baseline"].id == runs[3].id and len(shelf.runs(name="baseline")) == 1
+    shelf.rename(runs[4].id, "baseline")
+    with pytest.raises(ArgumentError, match="2 runs are called 'baseline'"):
+        shelf.runs()["baseline"]
+    for run in runs[3:5]:
+        shelf.rename(run.id, "")
+    with pytest.raises(ArgumentError, match="name: "):
+        shelf.rename(runs[0].id, "two\nlines")
 
 
 def test_where_the_history_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -211,9 +216,9 @@ def test_what_is_deleted_goes_back_to_the_disk(history: History):
     small, large = ended(steps=5), ended(Spec(world_size=8), steps=800)
     kept(history, small, large)
     listed = history.runs()[large.id]
-    before = size(history)
+    before = history.size_bytes
     assert history.delete(large.id[:6]) == 1
-    assert [r.id for r in history.runs()] == [small.id] and size(history) < before / 3
+    assert [r.id for r in history.runs()] == [small.id] and history.size_bytes < before / 3
     assert plain(history.runs()[0].events.since()[0]) == plain(small.events.since()[0])
     with pytest.raises(HistoryError, match="was deleted"):
         listed.events  # noqa: B018
@@ -232,27 +237,32 @@ def test_the_oldest_make_room_but_none_that_goes_on_or_is_pinned(tmp_path: Path)
     for run in others:
         kept(history, run)
     left = [r.id for r in history.runs()]
-    assert going.id in left and pinned.id in left and size(history) < 800_000
+    assert going.id in left and pinned.id in left and history.size_bytes < 800_000
     newest = [r.id for r in others[::-1]]
     assert left[0] == newest[0] and left[:-2] == newest[: len(left) - 2] and len(left) < 10
     assert history.problem == ""
     small = History(history.path, limit_bytes=10_000)
     last = ended(steps=1)
     kept(small, last)
-    assert {r.id for r in small.runs()} == {going.id, pinned.id, last.id}
+    assert {r.id for r in small.runs()} == {going.id, pinned.id, last.id} and "running or pinned" in small.problem
     going.end()
     assert history.flush(LONG_S)
-    history.pin(pinned.id, False)
+    history.unpin(pinned.id)
     kept(small, ended(steps=1))
     assert pinned.id not in {r.id for r in small.runs()}
 
 
-def test_what_cannot_be_deleted_or_written(history: History):
-    new, going = ended(), Telling()
-    kept(history, new, going)
+def test_deleting_by_age_and_what_cannot_be_deleted(history: History):
+    old, new, going = ended(started_unix_s=0.0), ended(), Telling()
+    old.ended_unix_s = time.time() - 10 * 86_400
+    kept(history, old, new, going)
     with pytest.raises(ArgumentError, match=rf"run {going.id} is running; stop it first"):
         history.delete(new.id, going.id)
-    assert len(history.runs()) == 2, "all or none"
+    assert len(history.runs()) == 3, "all or none"
+    assert history.delete_older(11) == 0 and history.delete_older(9) == 1
+    assert {r.id for r in history.runs()} == {new.id, going.id}
+    with pytest.raises(ArgumentError, match="days: -1 is refused"):
+        history.delete_older(-1)
     nowhere = History(history.path / "runs.sqlite3")
     nowhere.record(new)
     assert not nowhere.flush(LONG_S) and nowhere.problem in repr(nowhere)
@@ -310,16 +320,37 @@ def test_a_lock_that_somebody_holds_is_waited_for(history: History, monkeypatch:
     assert history.problem == "" and len(history.runs()[run.id].events) == 6
 
 
-def test_a_damaged_file_is_said_and_left_alone(history: History):
-    history.path.write_bytes(b"\x5a" * 10_000)
-    run = ended()
+@pytest.mark.parametrize("damaged", ["header", "pages"])
+def test_a_damaged_file_is_moved_aside_and_a_new_one_begun(history: History, damaged: str):
+    kept(history, ended(steps=200))
+    until(lambda: not Path(f"{history.path}-wal").exists())  # from the log SQLite would mend the pages
+    content = history.path.read_bytes()
+    sound = content[:4096] if damaged == "pages" else b""
+    history.path.write_bytes(wrong := sound + b"\x5a" * (len(content) - len(sound)))
+    if damaged == "header":  # found out by who only lists it
+        runs = history.runs()
+        assert len(runs) == 0 and "was damaged: it is now" in repr(runs)
+    run, kept_by = ended(), History(history.path)
+    kept_by.record(run)
+    until(lambda: kept_by.flush(LONG_S))
+    assert [r.id for r in kept_by.runs()] == [run.id]
+    left = [p for p in history.path.parent.iterdir() if "damaged" in p.name]
+    [aside] = [p for p in left if not p.name.endswith(("-wal", "-shm"))]
+    assert damaged == "header" or str(aside) in kept_by.problem
+    assert aside.read_bytes()[:4096] == wrong[:4096], "and not destroyed"
+
+
+def test_a_file_that_is_deleted_under_way_is_begun_again(history: History):
+    run = Telling()
     history.record(run)
-    assert not history.flush(LONG_S) and "not a database; move it away, and another one is begun" in history.problem
-    with pytest.raises(HistoryError, match="move it away"):
-        history.runs()
-    history.path.unlink()
-    until(lambda: history.flush(LONG_S))
-    assert [r.id for r in history.runs()] == [run.id]
+    run.tell(5)
+    history.flush(LONG_S)
+    for file in history.path.parent.glob("runs.sqlite3*"):
+        file.unlink()
+    run.tell(5)
+    run.end()
+    until(lambda: history.flush(LONG_S) and bool(history.runs()))
+    assert plain(history.runs()[0].events.since()[0]) == plain(run.events.since()[0])
 
 
 def test_a_file_that_another_kernel_makes_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -357,7 +388,7 @@ def test_a_file_of_another_version_and_a_strangers_are_refused_and_left_alone(hi
 
 WRITER = """
     import sys, time
-    from fsdp_lab.runs.history.history import History
+    from fsdp_lab.runs.history import History
     from fsdp_lab.spec.spec import Spec
     from tests.lab.telling import Telling
     history = History(sys.argv[1])

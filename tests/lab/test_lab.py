@@ -27,7 +27,7 @@ from fsdp_lab.lab import Lab
 from fsdp_lab.rank.measure import _driver, software
 from fsdp_lab.runs import Run, RunState
 from fsdp_lab.runs.control import RunControl
-from fsdp_lab.runs.history.history import History
+from fsdp_lab.runs.history import History
 from fsdp_lab.runs.view import Awaited, cpu_model, describe_environment, fingerprint
 from fsdp_lab.spec.spec import Spec
 from tests.cluster.conftest import FAKE

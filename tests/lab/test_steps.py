@@ -20,7 +20,7 @@ from fsdp_lab.dashboard.feed import Feed
 from fsdp_lab.dashboard.live import LiveView
 from fsdp_lab.report.report import Course, curves, timeline
 from fsdp_lab.runs import Comparison, Switch
-from fsdp_lab.runs.history.history import History
+from fsdp_lab.runs.history import History
 from fsdp_lab.runs.parity import Verdict, parity
 from fsdp_lab.runs.steps import Assembler, assemble, assemble_all
 from fsdp_lab.runs.view import switches_in_force

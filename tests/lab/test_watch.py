@@ -13,7 +13,7 @@ import pytest
 
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import RunState, WatchedRun
-from fsdp_lab.runs.history.history import History
+from fsdp_lab.runs.history import History
 from tests.waiting import until
 
 BUILD = """

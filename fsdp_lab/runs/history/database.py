@@ -1,7 +1,7 @@
 """`HistoryDB`: the SQLite file of stored runs, its schema and transactions; and `pack`, `unpack` for the events in it.
 
 Several kernels may write to the file at once: it uses a write-ahead log, and transactions are short and wait for each other.
-A file of another version or of another program is refused.
+A file of another version or of another program is refused, a damaged one is moved aside.
 
 A pack of events is zlib over JSON, which writes a float with as many digits as identify it exactly, NaN and infinities by
 name. Spans and memory curves, which are larger than all the rest, are stored in packs of their own.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import sqlite3
 import time
 import zlib
@@ -24,6 +25,8 @@ from fsdp_lab.base.events import StepEvent
 
 APPLICATION = 0x4653_4450  # "FSDP" in the file's header
 BUSY_S = 5.0  # for another kernel's transaction
+DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+VACUUM_PAGES = 2000  # returned to the disk at once, about 8 MB
 
 VERSION = 2
 SCHEMA = (
@@ -53,7 +56,7 @@ class HistoryError(SentenceError, RuntimeError):
 
 class HistoryDB:
     """An open file, to be used only by the thread that opened it. Raises HistoryError for a file of another version or of
-    another program, which is not changed; sqlite3.Error, OSError where it cannot be opened, or is damaged."""
+    another program, which is not changed; sqlite3.Error, OSError where it cannot be opened, or is damaged (`damaged`)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,6 +71,7 @@ class HistoryDB:
             # A kernel's death then loses nothing, and a power failure the last moment.
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._create()
+            self.inode = _inode(path)
         except BaseException:
             self._db.close()
             raise
@@ -106,6 +110,11 @@ class HistoryDB:
                 self._db.execute("PRAGMA journal_mode = WAL")
                 return
             time.sleep(0.02)
+
+    @property
+    def stale(self) -> bool:
+        """Tells whether the file was moved or deleted since it was opened: further writes would be lost."""
+        return _inode(self.path) != self.inode
 
     def close(self) -> None:
         with contextlib.suppress(sqlite3.Error):
@@ -166,9 +175,45 @@ class HistoryDB:
 
     def shrink(self) -> None:
         """Returns free pages to the disk."""
-        self._db.executescript("PRAGMA incremental_vacuum")  # to its end, where `execute` makes one step
+        while free := self.value("PRAGMA freelist_count"):
+            self.rows(f"PRAGMA incremental_vacuum({VACUUM_PAGES})")
+            if self.value("PRAGMA freelist_count") >= free:
+                break  # auto_vacuum is off in this file
         with contextlib.suppress(sqlite3.OperationalError):  # another process reads: the log shrinks another time
             self.rows("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def damaged(error: BaseException) -> bool:
+    """Tells whether the error means that the file is not an intact database."""
+    return isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in DAMAGED
+
+
+def set_aside(path: Path) -> str:
+    """Renames a damaged file and its log, so that a new one can be created and nothing is destroyed. Returns a sentence
+    with the new path; "" if another kernel was faster, and the file in its place is intact."""
+    if _intact(path):
+        return ""
+    aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    for tail in ("", "-wal", "-shm"):
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(f"{path}{tail}", f"{aside}{tail}")
+    return f"the history was damaged: it is now {aside}, and a new one was begun"
+
+
+def _intact(path: Path) -> bool:
+    try:
+        with contextlib.closing(sqlite3.connect(path, timeout=BUSY_S)) as db:
+            return bool(db.execute("PRAGMA quick_check(1)").fetchone()[0] == "ok")
+    except sqlite3.Error as e:
+        return not damaged(e)
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 ABSENT = object()

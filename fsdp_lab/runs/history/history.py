@@ -1,4 +1,4 @@
-"""`History`: runs stored on disk as they happen, listed, read back, pinned, deleted.
+"""`History`: runs stored on disk as they happen, listed, read back, named, deleted.
 
     from fsdp_lab import History
     History().runs(backend="fsdp2")[0].table()          # in a lab: lab.runs(backend="fsdp2")
@@ -27,7 +27,7 @@ from fsdp_lab.base.errors import ArgumentError, Cause, FieldError, check_whole, 
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.base.formatting import Table, count
 from fsdp_lab.base.process import Identity
-from fsdp_lab.runs.history.database import HistoryDB, HistoryError, unpack
+from fsdp_lab.runs.history.database import HistoryDB, HistoryError, damaged, set_aside, unpack
 from fsdp_lab.runs.history.writer import HistoryWriter, explain
 from fsdp_lab.runs.steps import CAP, EventStore
 from fsdp_lab.runs.view import RunQueries, RunState, RunView, Switch, describe_environment
@@ -47,7 +47,7 @@ class StoredRun(RunQueries):
     """A run as it was in the file when it was listed. Events and switches are read when they are first used.
 
     Attributes:
-        id, pinned: a pinned run is never deleted to make room. name: of a file of before, where runs could be named.
+        id, name, pinned: a pinned run is never deleted to make room.
         started_unix_s, ended_unix_s: the end is None while it runs, and for a lost run the time of its last update.
         state, reason, notes, environment: as in `Run`. `RunState.LOST` if its kernel died before the run was over.
         step: committed steps. tokens_per_s: median of the newest 100 counted steps. loss: the last one.
@@ -132,14 +132,15 @@ class StoredRun(RunQueries):
         return describe_environment(self.environment)
 
     def __repr__(self) -> str:
-        return f"<StoredRun {self.id}: {self.state.value}, step {self.step}, {self.when}>"
+        name = f" {self.name!r}" if self.name else ""
+        return f"<StoredRun {self.id}{name}: {self.state.value}, step {self.step}, {self.when}>"
 
 
-COLUMNS = ("id", "when", "model", "how", "ranks", "steps", "state", "tokens/s", "loss", "machine")
+COLUMNS = ("id", "name", "when", "model", "how", "ranks", "steps", "state", "tokens/s", "loss", "machine")
 
 
 class RunList(Sequence[StoredRun]):
-    """Stored runs, newest first: `runs[0]`, `runs[:5]`, or `runs["ab12"]` by the beginning of an id."""
+    """Stored runs, newest first: `runs[0]`, `runs[:5]`, or `runs["ab12"]` by the beginning of an id or by name."""
 
     def __init__(self, runs: Sequence[StoredRun], *, of: int, where: str, notes: tuple[str, ...] = ()) -> None:
         """`of`: number of all runs in `where`, which is a path or a name."""
@@ -150,18 +151,22 @@ class RunList(Sequence[StoredRun]):
     @overload
     def __getitem__(self, which: slice) -> RunList: ...
     def __getitem__(self, which: int | str | slice) -> StoredRun | RunList:
-        """Raises ArgumentError for an id that no run has, or several; IndexError for a position."""
+        """Raises ArgumentError for an id or a name that no run has, or several; IndexError for a position."""
         if isinstance(which, slice):
             return RunList(self._runs[which], of=self._of, where=self._where, notes=self._notes)
         return self._find(which) if isinstance(which, str) else self._runs[which]
 
     def _find(self, which: str) -> StoredRun:
-        matching = [run for run in self._runs if which and run.id.startswith(which)]
+        matching = [run for run in self._runs if which and which == run.name]
+        matching = matching or [run for run in self._runs if which and run.id.startswith(which)]
         if len(matching) == 1:
             return matching[0]
         ids = ", ".join(run.id for run in (matching or self._runs)[:5])
-        reason = f"the ids of {len(matching)} of these runs begin with {which!r}"
-        raise ArgumentError("run", reason, f"give more of the id: {ids}" if matching else f"the newest are {ids}")
+        if matching:
+            reason = f"{len(matching)} runs are called {which!r} or begin with it"
+            raise ArgumentError("run", reason, f"say more of the id: {ids}")
+        reason = f"none of these runs is called {which!r} or begins with it"
+        raise ArgumentError("run", reason, f"the newest are {ids}" if ids else "there are none")
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -187,7 +192,8 @@ def _row(run: StoredRun) -> tuple[str, ...]:
     except FieldError:  # a Spec of another version
         strategy = str(flat.get("backend", ""))
     return (
-        run.id + (" (pinned)" if run.pinned else ""),
+        run.id,
+        run.name + (" (pinned)" if run.pinned else ""),
         run.when,
         describe_value("model", flat.get("model", "")),
         strategy,
@@ -224,6 +230,7 @@ class History:
         self.path = history_path(path)
         self.limit_bytes = limit_bytes
         self._writer = HistoryWriter(self.path, self._enforce_limit)
+        self._over_limit = ""  # a sentence
 
     @classmethod
     def of(cls, where: History | str | os.PathLike[str] | bool) -> History | None:
@@ -239,8 +246,8 @@ class History:
 
     @property
     def problem(self) -> str:
-        """Says why runs cannot be stored, as a sentence; "" if all is well."""
-        return self._writer.problem
+        """Says why runs cannot be stored, or what happened to the file, as a sentence; "" if all is well."""
+        return self._writer.problem or self._writer.moved or self._over_limit
 
     def record(self, run: RunView) -> None:
         """Stores a live run from now on until it is over. Returns at once and never raises: see `problem`."""
@@ -250,11 +257,24 @@ class History:
         """Waits until everything reported so far is on disk; returns whether it is."""
         return self._writer.flush(timeout_s)
 
-    def pin(self, run: str, pinned: bool = True) -> None:
-        """Protects a run: only `delete` deletes it, however full the history is. `run`: its id, or the beginning of it.
-        Raises ArgumentError: there is no such run, or more than one. HistoryError: the file cannot be written."""
+    def rename(self, run: str, name: str) -> None:
+        """Names a run; "" removes the name. `run` is an id, the beginning of one, or a name. Raises ArgumentError: there is
+        no such run, or more than one. HistoryError: the file cannot be written."""
+        if not isinstance(name, str) or "\n" in name:
+            raise ArgumentError("name", f"{name!r} is refused", "give a line of text")
+        self._change(run, "name", name)
+
+    def pin(self, run: str) -> None:
+        """Protects a run: only `delete` deletes it, however full the history is. Raises as `rename`."""
+        self._change(run, "pinned", 1)
+
+    def unpin(self, run: str) -> None:
+        """Undoes `pin`. Raises as `rename`."""
+        self._change(run, "pinned", 0)
+
+    def _change(self, run: str, column: str, value: str | int) -> None:
         number = self.runs()[run].number
-        self._with(lambda db: db.update("runs", number, {"pinned": int(pinned)}))
+        self._with(lambda db: db.update("runs", number, {column: value}))
 
     def delete(self, *runs: str) -> int:
         """Deletes runs and returns their space to the disk. Returns the number of runs. Raises ArgumentError: there is no
@@ -264,19 +284,30 @@ class History:
         for run in chosen:
             if not run.state.over:
                 raise ArgumentError("run", f"run {run.id} is {run.state.value}", "stop it first, or wait for its end")
+        return self._delete(chosen)
 
+    def delete_older(self, days: float) -> int:
+        """Deletes runs that ended `days` ago or earlier, except pinned ones. Returns their number. Raises as `delete`."""
+        if not is_number(days) or not days >= 0:
+            raise ArgumentError("days", f"{days!r} is refused", "give a number of days of 0 or more")
+        before = datetime.now().timestamp() - days * 86_400
+        old = [run for run in self.runs() if (run.ended_unix_s or run.started_unix_s) <= before]
+        return self._delete([run for run in old if run.state.over and not run.pinned])
+
+    def _delete(self, runs: Sequence[StoredRun]) -> int:
         def delete(db: HistoryDB) -> int:
-            deleted = sum(db.delete(run.number) for run in chosen)
+            deleted = sum(db.delete(run.number) for run in runs)
             db.shrink()
             return deleted
 
-        return self._with(delete) if chosen else 0
+        return self._with(delete) if runs else 0
 
     def runs(
         self,
         *,
         since: float | str | datetime | None = None,
         state: RunState | str | None = None,
+        name: str | None = None,
         **fields: Any,
     ) -> RunList:
         """The stored runs, newest first, running ones included: `runs(backend="fsdp2", since="2026-11-20")`.
@@ -284,6 +315,7 @@ class History:
         Args:
             since: started then or later: a date or time in ISO format, a datetime, or seconds since 1970.
             state: a `RunState` or its name, such as "finished"; "lost" for runs whose kernel died.
+            name: as given by `rename`.
             fields: flat fields of the Spec applied last; a list matches any of its values.
 
         Raises ArgumentError: an unknown field or state. HistoryError: the file cannot be read.
@@ -294,12 +326,18 @@ class History:
             self.flush(1.0)
         stored = self._with(self._list) if self.path.exists() else []
         matching = [run for run in stored if run.started_unix_s >= since_s and wanted_state in (None, run.state)]
-        matching = [run for run in matching if _matches(run, values)]
+        matching = [run for run in matching if name in (None, run.name) and _matches(run, values)]
         return RunList(matching, of=len(stored), where=str(self.path), notes=(self.problem,) if self.problem else ())
 
     def _list(self, db: HistoryDB) -> list[StoredRun]:
         rows = db.rows("SELECT * FROM runs ORDER BY started_unix_s DESC, number DESC")
         return [StoredRun(row, self._open) for row in rows]
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the file and its log on disk."""
+        sizes = (Path(f"{self.path}{tail}") for tail in ("", "-wal"))
+        return sum(file.stat().st_size for file in sizes if file.exists())
 
     def _open(self) -> HistoryDB:
         """Opens the file to read. Raises HistoryError."""
@@ -309,15 +347,20 @@ class History:
             raise HistoryError(explain(e, self.path, "cannot use {}")) from e
 
     def _with(self, use: Callable[[HistoryDB], T]) -> T:
-        """Calls `use` with the open file. Raises HistoryError."""
-        try:
-            with HistoryDB(self.path) as db:
-                return use(db)
-        except (sqlite3.Error, OSError) as e:
-            raise HistoryError(explain(e, self.path, "cannot use {}")) from e
+        """Calls `use` with the open file; a damaged one is moved aside and replaced by an empty one. Raises HistoryError."""
+        for _ in range(2):
+            try:
+                with HistoryDB(self.path) as db:
+                    return use(db)
+            except (sqlite3.Error, OSError) as e:
+                if not damaged(e):
+                    raise HistoryError(explain(e, self.path, "cannot use {}")) from e
+                self._writer.moved = set_aside(self.path) or self._writer.moved
+        raise HistoryError(f"{self.path} was damaged repeatedly; set {VARIABLE} to a file on another disk")
 
     def _enforce_limit(self, db: HistoryDB) -> None:
         """Deletes the oldest runs while the file is too large. Called on the writer's thread."""
+        self._over_limit = ""
         if db.used_bytes <= self.limit_bytes:
             return
         for run in reversed(self._list(db)):
@@ -326,6 +369,9 @@ class History:
             if run.state.over and not run.pinned and run.id not in self._writer.recorded:
                 db.delete(run.number)
         db.shrink()
+        if db.used_bytes > self.limit_bytes:
+            limit = f"{self.limit_bytes / 2**20:.0f} MiB"
+            self._over_limit = f"the history takes more than its {limit}: the rest is running or pinned"
 
     def __repr__(self) -> str:
         return f"<History: {self.path}{f', {self.problem}' if self.problem else ''}>"
@@ -345,7 +391,7 @@ def _field_values(fields: Mapping[str, Any]) -> dict[str, list[Any]]:
     flat = Spec().flat()
     for name in fields:
         if name not in flat:
-            options = ", ".join(["since", "state", *flat])
+            options = ", ".join(["since", "state", "name", *flat])
             raise ArgumentError(name, "there is no such field to look for", f"use {options}")
     several = {name for name, v in fields.items() if isinstance(v, (list, tuple, set)) and name != "devices"}
     return {name: list(v) if name in several else [v] for name, v in fields.items()}

@@ -1,7 +1,7 @@
 """`HistoryWriter`, the thread that writes live runs to disk; and `RunWriter`, which writes one of them.
 
 A few times a second the thread writes what is new in the runs' event stores. So neither a run's driver nor the thread that
-receives events is involved, and any failure here (a full disk, another kernel's lock, a damaged file) is named in
+receives events is involved, and any failure here (a full disk, another kernel's lock, a damaged file) is reported in
 `problem` and retried, while the runs continue. The thread ends when no run is left to write.
 
 An event takes about 160 bytes. Spans are stored of one traced step every 5 s and of the run's last ones, up to 20 steps;
@@ -22,7 +22,7 @@ from typing import Any
 
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.base.process import Identity
-from fsdp_lab.runs.history.database import HistoryDB, HistoryError, Row, pack
+from fsdp_lab.runs.history.database import HistoryDB, HistoryError, Row, damaged, pack, set_aside
 from fsdp_lab.runs.steps import last_stretch
 from fsdp_lab.runs.summary import counting, median
 from fsdp_lab.runs.view import RunView
@@ -48,10 +48,12 @@ class HistoryWriter:
     def __init__(self, path: Path, enforce_limit: Callable[[HistoryDB], None]) -> None:
         self._path, self._enforce_limit = path, enforce_limit
         self.problem = ""  # why nothing can be written at present, as a sentence
+        self.moved = ""  # where a damaged file went, as a sentence
         self._writers: list[RunWriter] = []
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()  # guards the two above, and the next two
         self._flushes_wanted = self._flushes_done = 0
+        self._inode: tuple[int, int] | None = None  # of the file that was written to last
         self._checked_s = float("-inf")  # when the sizes were checked last
 
     def record(self, run: RunView) -> None:
@@ -108,7 +110,7 @@ class HistoryWriter:
     def _round(self, db: HistoryDB | None, writers: list[RunWriter]) -> HistoryDB | None:
         """Writes what is new and returns the open file; None after an error."""
         try:
-            db = db or HistoryDB(self._path)
+            db = self._opened(db, writers)
             for writer in writers:
                 try:
                     writer.write(db)
@@ -123,7 +125,26 @@ class HistoryWriter:
             if db is not None:
                 db.close()
             self.problem = explain(e, self._path)
+            if damaged(e):
+                try:
+                    self.moved = set_aside(self._path) or self.moved
+                except (OSError, sqlite3.Error) as later:
+                    self.problem = explain(later, self._path)
             return None
+
+    def _opened(self, db: HistoryDB | None, writers: list[RunWriter]) -> HistoryDB:
+        """The open file; into another file than the former one, the runs are written again from the beginning."""
+        if db is not None and not db.stale:
+            return db
+        if db is not None:
+            db.close()
+            self._inode = None  # a new file may get the inode of the one that is gone
+        opened = HistoryDB(self._path)
+        if opened.inode != self._inode:
+            for writer in writers:
+                writer.restart()
+        self._inode = opened.inode
+        return opened
 
 
 def explain(error: BaseException, path: Path, what: str = "runs continue but are not stored in {} at present") -> str:
@@ -135,8 +156,6 @@ def explain(error: BaseException, path: Path, what: str = "runs continue but are
         sqlite3.SQLITE_FULL: "make room, or set FSDP_LAB_HISTORY to a file on another disk",
         sqlite3.SQLITE_BUSY: "another program holds it",
         sqlite3.SQLITE_LOCKED: "another program holds it",
-        sqlite3.SQLITE_CORRUPT: "move it away, and another one is begun",
-        sqlite3.SQLITE_NOTADB: "move it away, and another one is begun",
     }
     hint = hints.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, "set FSDP_LAB_HISTORY to a file that can be written")
     return f"{what.format(path)}: {reason}; {hint}"
@@ -147,6 +166,10 @@ class RunWriter:
 
     def __init__(self, run: RunView) -> None:
         self.run = run
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins anew, in a file that has nothing of the run."""
         self.over = False  # whether the run is over, and all of it is written
         self.number: int | None = None  # of the run in the file
         self._cursor = 0
