@@ -438,7 +438,7 @@ class Lab:
 
     @property
     def slow(self) -> SlowMotion | None:
-        """The newest slow motion that is still referenced, running or over."""
+        """The newest slow motion, running or over."""
         return self._activities.slow
 
     @property

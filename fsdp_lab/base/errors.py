@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping
+from enum import StrEnum
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -15,9 +16,26 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 DISTRIBUTIONS = {"IPython": "ipython", "PIL": "pillow", "yaml": "pyyaml"}
 
 
+class Cause(StrEnum):
+    """A known trouble of a run, by a short name; see `fsdp_lab.runs.diagnosis`."""
+
+    LOADING = "loading"
+    ADAPTERS = "adapters"
+    ACCUMULATION = "accumulation"
+    BATCHES = "batches"
+    GENERATION = "generation"
+    COMMUNICATION = "communication"
+    OFFLOAD = "offload"
+    COMPILATION = "compilation"
+    REPLICAS = "replicas"
+    CHECKPOINT = "checkpoint"
+
+
 class SentenceError(Exception):
     """An error whose message says all. A notebook shows the line of the cell and the message, and `%tb verbose` the whole
-    traceback."""
+    traceback. `cause`: of a failed run, where it is a known one."""
+
+    cause: Cause | None = None
 
     def _render_traceback_(self) -> list[str]:
         shell = _shell()  # which calls this
@@ -44,8 +62,16 @@ class FieldError(SentenceError, ValueError):
     the hint without `other`, which is another way out, such as "use backend lab"."""
 
     def __init__(
-        self, field: str, reason: str, hint: str, fix: Mapping[str, Any] | None = None, *, other: str = ""
+        self,
+        field: str,
+        reason: str,
+        hint: str,
+        fix: Mapping[str, Any] | None = None,
+        cause: Cause | None = None,
+        *,
+        other: str = "",
     ) -> None:
+        self.cause = Cause(cause) if cause else None  # a text, where it was sent
         self.field, self.reason = field, reason
         self.first_hint, self.hint = hint, f"{hint}, or {other}" if other else hint
         super().__init__(f"{field}: {reason}; {self.hint}")
@@ -57,10 +83,10 @@ class FieldError(SentenceError, ValueError):
         return f"{self.reason}. {self.hint[:1].upper()}{self.hint[1:]}."
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), (self.field, self.reason, self.hint, self.fix))
+        return (type(self), (self.field, self.reason, self.hint, self.fix, self.cause))
 
     def to_dict(self) -> dict[str, Any]:
-        return {"kind": type(self).__name__, "arguments": [self.field, self.reason, self.hint, self.fix]}
+        return {"kind": type(self).__name__, "arguments": [*self.__reduce__()[1]]}
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> FieldError:

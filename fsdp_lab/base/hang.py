@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp_lab.base.errors import ArgumentError, is_number
+from fsdp_lab.base.errors import ArgumentError, Cause, is_number
 
 OWN_ENGINE_S = 3.0  # how long a collective may wait for a rank while an engine of the user's trains
 WORKING_S, IDLE_S = 1.0, 2.0  # the longest interval between two heartbeats
@@ -47,10 +47,6 @@ class LongWork(enum.Enum):
 
 
 LONGEST_WORK_S = max(work.limit_s for work in LongWork)
-
-# In the sentences of hangs in loops of the user's, by which `fsdp_lab.runs.diagnosis` knows them again.
-UNEQUAL_BATCHES = "the ranks have unequal numbers of batches"
-FORWARD_ALONE = "ran the model outside of the loop's steps, and not all ranks did"
 
 
 class LoopPlace(enum.StrEnum):
@@ -157,6 +153,7 @@ class Hang:
     waiting: tuple[int, ...]  # ranks that wait in it
     waited_s: float  # the longest of them
     stacks: Mapping[int, str] = field(default_factory=dict)  # by rank, if they can be read
+    cause: Cause | None = None  # where it is a known one
 
     @property
     def text(self) -> str:
@@ -198,8 +195,8 @@ def diagnose(heartbeats: Heartbeats, limit_s: float, silent: Mapping[int, str] |
         return _endless(heartbeats, waiting, limit_s)
     longest = max(late, key=lambda h: h.pending_s)
     hang = _mismatch(longest, heartbeats, waiting) or _absence(longest, heartbeats, waiting, mute)
-    cause = cause_in_loop({rank: LoopRank.of(h) for rank, h in heartbeats.items() if h.loop})
-    return dataclasses.replace(hang, sentence=f"{cause}; {hang.sentence}") if cause else hang
+    cause, why = cause_in_loop({rank: LoopRank.of(h) for rank, h in heartbeats.items() if h.loop})
+    return dataclasses.replace(hang, cause=cause, sentence=f"{why}; {hang.sentence}") if cause else hang
 
 
 def _endless(heartbeats: Heartbeats, waiting: Heartbeats, limit_s: float) -> Hang | None:
@@ -233,19 +230,21 @@ class LoopRank:
         return cls(place=LoopPlace(h.loop), steps=h.loop_steps, generates="in generate\n" in f"{h.stack}\n")
 
 
-def cause_in_loop(ranks: Mapping[int, LoopRank]) -> str:
-    """Why the ranks of a loop do not meet, from where each is; "" if it is no known cause."""
+def cause_in_loop(ranks: Mapping[int, LoopRank]) -> tuple[Cause | None, str]:
+    """Why the ranks of a loop do not meet, from where each is, and as text; (None, "") if it is no known cause."""
     alone = [rank for rank, r in ranks.items() if r.place is LoopPlace.FORWARD]
     if alone and len(alone) < len(ranks):
         generates = " in generate" if any(ranks[rank].generates for rank in alone) else ""
-        return f"{_ranks(alone)} {FORWARD_ALONE}{generates}"
+        said = "ran the model outside of the loop's steps, and not all ranks did"
+        return Cause.GENERATION, f"{_ranks(alone)} {said}{generates}"
     inside = [rank for rank, r in ranks.items() if r.place is LoopPlace.STEP]
     left = [rank for rank, r in ranks.items() if r.place is LoopPlace.OVER]
     if not inside or not left or ranks[left[0]].steps >= ranks[inside[0]].steps:
-        return ""
+        return None, ""
     made, begun = ranks[left[0]].steps, ranks[inside[0]].steps
     after = f"{made} step{'s' * (made != 1)}"
-    return f"{UNEQUAL_BATCHES}: {_ranks(left)} left the loop after {after}, {_ranks(inside)} began step {begun}"
+    who = f"{_ranks(left)} left the loop after {after}, {_ranks(inside)} began step {begun}"
+    return Cause.BATCHES, f"the ranks have unequal numbers of batches: {who}"
 
 
 # -- a rank is missing -----------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class RankHung(ClusterError):
         self.rank = hang.ranks[0] if hang.ranks else None
         self.collective, self.unit, self.group = hang.collective.label, hang.collective.unit, hang.collective.group
         self.stack = self.details = hang.text
-        self.unix_s = time.time()
+        self.unix_s, self.cause = time.time(), hang.cause
         super().__init__(hang.sentence + (f"\n{hang.text}" if hang.text else ""))
 
 

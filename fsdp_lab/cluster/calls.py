@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from fsdp_lab.base.errors import ArgumentError, SpecError
+from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.process import alive
 from fsdp_lab.cluster import Interrupted, RankError, RankHung, RankLost, RankStuck, remote
 from fsdp_lab.cluster.membership import Member, Membership
@@ -215,9 +215,7 @@ def verdict(what: str, outcomes: Mapping[int, Outcome]) -> Exception | None:
     if causes := causes or errors:
         rank, first = min(causes.items(), key=lambda item: item[1]["unix_s"])
         if "refusal" in first:
-            field, reason, hint = first["refusal"]
-            refused = ArgumentError if first["kind"] == "ArgumentError" else SpecError
-            return refused(field, reason, hint, first["fix"])
+            return FieldError.from_dict(first["refusal"])
         others = {r: f"{error['kind']}: {error['reason']}" for r, error in errors.items() if r != rank}
         described = {name: first[name] for name in ("kind", "reason", "trace", "unix_s")}
         return RankError(rank=rank, what=what, others=others, **described)

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.process import host_id
 from fsdp_lab.cluster.addresses import Endpoint, Endpoints, reach
 from fsdp_lab.cluster.placement import Host, probe
@@ -83,9 +84,8 @@ def described(error: BaseException) -> dict[str, Any]:
     elif device_lost(error):
         kind = DEVICE_LOST
     d = {"kind": kind, "reason": reason, "trace": text, "unix_s": time.time()}
-    if kind in ("ArgumentError", "SpecError"):
-        d["refusal"] = [getattr(error, name) for name in ("field", "reason", "hint")]
-        d["fix"] = dict(getattr(error, "fix", {}))
+    if isinstance(error, FieldError):
+        d["refusal"] = error.to_dict()
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)

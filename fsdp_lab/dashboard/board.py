@@ -63,6 +63,7 @@ class Pinned(RunQueries):
     started_unix_s: float
     ended_unix_s: float | None
     environment: Mapping[str, Any]
+    cause: None = None  # it is not diagnosed
 
     @classmethod
     def of(cls, run: RunView) -> Pinned:

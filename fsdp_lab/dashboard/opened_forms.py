@@ -227,7 +227,7 @@ class DiagnosisBox(InputForm):
         self.diagnoses = diagnoses
         if diagnoses:
             d = diagnoses[0]
-            put(self.message, "value", f'<span role="status"><b>{prose(d.meaning)}</b> {prose(d.cure)}</span>')
+            put(self.message, "value", f'<span role="status"><b>{prose(d.sentence)}</b> {prose(d.cure)}</span>')
             put(self._cure, "description", ", ".join(describe_field(n, v) for n, v in d.changes.items()) or "Apply")
             put(self._cure.layout, "display", "" if d.changes else HIDDEN)
         put(self.widget.layout, "display", "" if diagnoses else HIDDEN)

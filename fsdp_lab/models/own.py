@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from fsdp_lab.base.errors import SpecError
+from fsdp_lab.base.errors import Cause, SpecError
 from fsdp_lab.base.tensors import map_tensors, tensors_in
 from fsdp_lab.models.build import freeze, parameters_on_meta, seed_of
 from fsdp_lab.models.configs import first_line, resolve
@@ -113,7 +113,10 @@ class OwnModel:
             with seeded(self._workload.seed), torch.device("cpu"):
                 module = self._build()
         except _RAISED as e:  # whatever the user's code raises
-            raise SpecError(_MODEL, f"{name}() raised {type(e).__name__}: {first_line(e)}", _BUILD_HINT) from e
+            # Its host allocator has no exception of its own.
+            short = isinstance(e, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(e)
+            reason, cause = f"{name}() raised {type(e).__name__}: {first_line(e)}", Cause.LOADING if short else None
+            raise SpecError(_MODEL, reason, _BUILD_HINT, cause=cause) from e
         if not isinstance(module, nn.Module):
             raise SpecError(_MODEL, f"{name}() returned a {type(module).__name__}", "return an nn.Module")
         return module

@@ -22,10 +22,10 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from fsdp_lab.base.errors import SpecError
+from fsdp_lab.base.errors import Cause, SpecError
 from fsdp_lab.models.build import Initializer
 from fsdp_lab.models.weights import Weights
-from fsdp_lab.spec.param_groups import WRAPPED_NAMES, matches, unmatched, unwrapped
+from fsdp_lab.spec.param_groups import matches, unmatched, unwrapped
 from fsdp_lab.spec.workload import RANDOM, Workload
 
 _FIELD = "workload.weights"
@@ -154,10 +154,11 @@ class _Match:
         hint = f"give this model's weights, or let those begin random: fresh_weights {json.dumps(patterns)}"
         fix: dict[str, Any] = {"fresh_weights": patterns}
         if wrapped := next((n for n in extra if (inner := unwrapped(n)) != n and inner in self._shapes), ""):
-            said.append(f"{WRAPPED_NAMES}: {wrapped} is {unwrapped(wrapped)}")
+            said.append(f"their names are those of a wrapped model: {wrapped} is {unwrapped(wrapped)}")
             hint = "write them again by fsdp_lab.unwrap_names(folder, to), and give that folder"
             fix = {"weights": RANDOM}
-        raise SpecError(_FIELD, f"the {self._count} tensors in {self._folder} {', and '.join(said)}", hint, fix)
+        reason = f"the {self._count} tensors in {self._folder} {', and '.join(said)}"
+        raise SpecError(_FIELD, reason, hint, fix, Cause.CHECKPOINT if wrapped else None)
 
 
 def smallest_patterns(wanted: Collection[str], names: Iterable[str]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,7 @@ from fsdp_lab.cluster import ClusterError, RankHung, RankLost
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.runs.comparison import Refusal
 from fsdp_lab.runs.run import Drill, Run
-from fsdp_lab.runs.slow_motion import SlowMotion, SlowStep
+from fsdp_lab.runs.slow_motion import SlowMotion
 from fsdp_lab.runs.sweep import Sweep
 from fsdp_lab.runs.view import RunState
 from fsdp_lab.runs.watched import WatchedRun
@@ -29,7 +28,7 @@ class Activities:
     """Starts runs, sweeps and slow steps; each ends the one before it. `place_ranks` gives the cluster the ranks and devices
     of a Spec, on the thread of the new activity; `record` is called with each new run.
 
-    `run`, `sweep`: the newest, running or over; None before the first. `closed`: whether nothing can be started any more.
+    `run`, `sweep`, `slow`: the newest, running or over; None before the first. `closed`: whether nothing can be started.
     """
 
     def __init__(
@@ -39,11 +38,10 @@ class Activities:
         self.run: Run | None = None
         self.sweep: Sweep | None = None
         self.closed = False
-        self._slow_step: SlowStep | None = None
-        self._newest: Run | SlowStep | WatchedRun | None = None
+        self.slow: SlowMotion | None = None
+        self._newest: Run | SlowMotion | WatchedRun | None = None
         self._watched: dict[str, WatchedRun] = {}  # loops in cells that are not over, by id
         self._ended_loops: set[str] = set()  # ids: a rank's first message may come after another one was lost
-        self._slow: weakref.ref[SlowMotion] | None = None  # weak: dropping the iterator ends its step
         self._lock = threading.RLock()
 
     def begin_run(self, spec: Spec, **options: Any) -> Run:
@@ -95,20 +93,18 @@ class Activities:
     def begin_slow_motion(self, spec: Spec) -> SlowMotion:
         with self._lock:
             self.require_open()
-            step = SlowStep(self._cluster, spec, self._preparation("slow motion was started"))
-            slow = SlowMotion(step)
-            self._slow_step = self._newest = step
-            self._slow = weakref.ref(slow)
+            prepare = self._preparation("slow motion was started")
+            slow = self.slow = self._newest = SlowMotion(self._cluster, spec, prepare)
         return slow
 
     def _preparation(self, why: str, *, place_ranks: bool = True, but: Run | None = None) -> Callable[[Spec], None]:
         """The function that a new activity calls on its own thread before anything is sent to the ranks. What it ends, all
         but `but`, is fixed now, under the lock: so everyone ends only earlier activities, and no two wait for each other."""
-        former = [one for one in (self._slow_step, *self.unfinished) if one is not None and one is not but]
+        former = [one for one in (self.slow, *self.unfinished) if one is not None and one is not but]
 
         def prepare(spec: Spec) -> None:
             for one in former:
-                if isinstance(one, SlowStep):
+                if isinstance(one, SlowMotion):
                     one.end(why)
                 elif not one.done and not one.stop(REPLACE_S, why):
                     limit = f"{REPLACE_S:.0f} s"
@@ -141,7 +137,7 @@ class Activities:
     def end_hung_loops(self, hung: RankHung) -> None:
         """Ends the loops whose ranks wait for each other, and interrupts their cells."""
         for run in list(self._watched.values()):
-            run.hang(hung.sentence, hung.details)
+            run.hang(hung)
             self._drop_if_over(run)
 
     def _drop_if_over(self, run: WatchedRun) -> None:
@@ -196,15 +192,10 @@ class Activities:
         return [one for one in newest if one is not None and not one.done]
 
     @property
-    def slow(self) -> SlowMotion | None:
-        """The newest slow motion that is still referenced, running or over."""
-        return self._slow() if self._slow is not None else None
-
-    @property
     def slow_spec(self) -> Spec | None:
         """The Spec that the ranks hold since a slow step; None where a run is newer, or the step has not applied it."""
         newest = self._newest
-        return newest.spec if isinstance(newest, SlowStep) and newest.ready else None
+        return newest.spec if isinstance(newest, SlowMotion) and newest.ready else None
 
     def require_open(self) -> None:
         if self.closed:
@@ -224,8 +215,8 @@ class Activities:
         self.end_slow_step(why, limit_s)
 
     def end_slow_step(self, why: str, limit_s: float) -> None:
-        if self._slow_step is not None:
-            self._slow_step.end(why, limit_s)
+        if self.slow is not None:
+            self.slow.end(why, limit_s)
 
     def close(self, why: str) -> bool:
         """Stops all activities for good. Returns False if that was done before."""

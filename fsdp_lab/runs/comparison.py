@@ -6,21 +6,16 @@ that for whether two runs computed the same in `fsdp_lab.runs.parity`.
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
-from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
 from fsdp_lab.base.errors import ArgumentError, is_whole
 from fsdp_lab.base.events import Role
-from fsdp_lab.base.files import check_file, write_whole
 from fsdp_lab.base.formatting import Spread, Table, count, duration, size
 from fsdp_lab.runs.parity import Parity, Verdict, parity
 from fsdp_lab.runs.steps import last_stretch
@@ -258,21 +253,6 @@ class Comparison:
             }
             for r in self.rows
         ]
-
-    def to_csv(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the records, with a header line; returns the path. Raises ArgumentError: it cannot be written."""
-        file = check_file(path, (".csv",))
-        records, text = self.records(), io.StringIO()
-        writer = csv.DictWriter(text, list(records[0]) if records else ["label"], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(records)
-        return write_whole(file, text.getvalue().encode())
-
-    def to_json(self, path: str | os.PathLike[str]) -> Path:
-        """Writes {"baseline", "rules", "records"}, with null for NaN; returns the path. Raises ArgumentError."""
-        file = check_file(path, (".json",))
-        content = {"baseline": self.baseline, "rules": [RULE, *self._pairings()], "records": finite(self.records())}
-        return write_whole(file, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

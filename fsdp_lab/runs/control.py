@@ -1,4 +1,4 @@
-"""`RunControl`: a run's state and the requests that its driver has not carried out yet, under one lock.
+"""`RunControl`: what a run and its driver share: its options, its state, and the requests that are not carried out yet.
 
 Also the `Request`s that a run returns.
 """
@@ -6,50 +6,20 @@ Also the `Request`s that a run returns.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
+from fsdp_lab.base.errors import FieldError, check_whole
 from fsdp_lab.cluster import ClusterError
-from fsdp_lab.runs.recovery import RecoveryPolicy
-from fsdp_lab.runs.view import Awaited, RunState, Switch
+from fsdp_lab.runs.evaluation import EvalConfig, Evaluation
+from fsdp_lab.runs.recovery import Incident, RecoveryPolicy
+from fsdp_lab.runs.saving import CheckpointConfig
+from fsdp_lab.runs.steps import EventStore
+from fsdp_lab.runs.view import Request, RunState, Switch
 from fsdp_lab.spec.spec import Spec
-
-T = TypeVar("T")
-
-# The states that may follow each one. A state follows itself where only its reason changes.
-_FROM_LOOP = frozenset(RunState) - {RunState.STARTING, RunState.LOST}
-TRANSITIONS: Mapping[RunState, frozenset[RunState]] = {
-    **dict.fromkeys((RunState.STARTING, RunState.RUNNING, RunState.PAUSED, RunState.RECOVERING), _FROM_LOOP),
-    RunState.BROKEN: frozenset({RunState.RECOVERING, RunState.STOPPING, RunState.STOPPED, RunState.FAILED}),
-    # Ranks may fail just as a stop is requested: BROKEN or RECOVERING is then set on the way to the end.
-    RunState.STOPPING: _FROM_LOOP - {RunState.RUNNING, RunState.PAUSED},
-    **dict.fromkeys((RunState.STOPPED, RunState.FINISHED, RunState.FAILED, RunState.LOST), frozenset[RunState]()),
-}
-
-
-class Request(Awaited[T]):
-    """A result that a run was asked for: `await` it, or `wait()`, for it, or for the error that prevented it."""
-
-    _result: T | Exception
-
-    @property
-    def error(self) -> Exception | None:
-        """The error that prevented it; None: nothing, or it is not settled yet."""
-        return self._result if self.done and isinstance(self._result, Exception) else None
-
-    def settle(self, result: T | Exception) -> None:
-        self._result = result
-        self._end()
-
-    def abandon(self) -> None:
-        self.settle(ClusterError("the run ended before this was done"))
-
-    def _outcome(self) -> T:
-        if isinstance(self._result, Exception):
-            raise self._result
-        return self._result
 
 
 class SwitchRequest(Request[Switch]):
@@ -64,40 +34,75 @@ class SwitchRequest(Request[Switch]):
 
 
 class RunControl:
-    """The state of one run and the requests for its driver. Threads: see the note in `fsdp_lab.runs.driver`.
-
-    `changed` guards all of it and is notified of every change. A single attribute may be read without it.
+    """The part of a `Run` that its driver writes, too. Threads: see the note in `fsdp_lab.runs.driver`.
 
     Attributes:
-        state, reason, error: of the run. ended_unix_s: None until it is over.
+        id: as in its events. events: its `EventStore`.
+        steps: how many to train; None: until stopped. ledger_every, evaluate, recovering: as given; saving: also by `save`.
+        spec: the one applied last; before the first is applied, the one to apply.
+        switches: of every Spec that was applied. incidents: failures that the run recovered from, or is to recover from.
+        refused: the error of the last Spec that the ranks refused; None: there is none.
+        environment: machine, versions and devices (`runs.view.fingerprint`); empty until the ranks are ready.
+        on_best: called on the driver's thread between two chunks with each `Evaluation` that is the best so far, while the
+            ranks hold the parameters of that step. An exception in a callback fails the run.
+        state: changed by `set_state` alone. reason: why the run is in its state, in a sentence, or empty.
+        error: of a run that failed or is broken; None: it is neither. ended_unix_s: None until it is over.
+
+    Requests, which `changed` guards; it is notified of every change, and a single attribute may be read without it:
         pending: the Spec of the newest `apply`, until it is applied or refused; None: there is none.
         recovery: how a BROKEN run is to recover; None: `recover` was not called yet.
         switch_requests: for Specs. asked: other requests, each with the call to the ranks that answers it. In order.
-        ledger: whether the next step is to be a ledger step.
+        ledger_wanted: whether the next step is to be a ledger step.
         paused: whether to hold between two chunks.
         suspending: whether to suspend the run after its chunk. suspended: whether it waits for its turn, with its training
             state on the host.
         stop_s, stop_reason: when a stop was requested, on the monotonic clock, and why; None: it was not.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        *,
+        steps: int | None = None,
+        ledger_every: int | None = None,
+        evaluate: EvalConfig | int | None = None,
+        saving: CheckpointConfig | None = None,
+        recovering: RecoveryPolicy | None = None,
+    ) -> None:
+        for name, value, none in (("steps", steps, "no end"), ("ledger_every", ledger_every, "only requested ones")):
+            if value is not None:
+                check_whole(name, value, wanted=f"a whole number of 1 or more, or None for {none}")
+        self.id = secrets.token_hex(4)
+        self.spec, self.steps, self.ledger_every = spec, steps, ledger_every
+        self.evaluate = EvalConfig.of(evaluate)
+        self.saving, self.recovering = saving, recovering or RecoveryPolicy()
+        self.check_evaluation(spec)
+        self.started_unix_s = time.time()
+        self.ended_unix_s: float | None = None
+        self.events = EventStore()
+        self.switches: list[Switch] = []
+        self.incidents: list[Incident] = []
+        self.refused: FieldError | None = None
+        self.environment: Mapping[str, Any] = {}
+        self.on_best: list[Callable[[Evaluation], None]] = []
         self.changed = threading.Condition()
         self.state, self.reason = RunState.STARTING, ""
         self.error: BaseException | None = None
-        self.ended_unix_s: float | None = None
         self.pending: Spec | None = None
         self.recovery: RecoveryPolicy | None = None
-        self.paused = self.suspending = self.suspended = False
+        self.asked: list[tuple[Request[Any], Callable[[], Any]]] = []
+        self.switch_requests: list[SwitchRequest] = []
+        self.ledger_wanted = self.paused = self.suspending = self.suspended = False
         self.stop_s: float | None = None
         self.stop_reason = ""
-        self.asked: list[tuple[Request[Any], Callable[[], Any]]] = []
-        self.ledger = False
-        self.switch_requests: list[SwitchRequest] = []
+
+    def check_evaluation(self, spec: Spec) -> None:
+        """Raises SpecError where the Spec holds nothing out for the evaluation."""
+        if self.evaluate is not None:
+            self.evaluate.check(spec)
 
     def set_state(self, state: RunState, reason: str = "") -> None:
-        """The one place where the state changes. Hold the lock. Raises RuntimeError where `TRANSITIONS` forbids it."""
-        if state not in TRANSITIONS[self.state]:
-            raise RuntimeError(f"a run's state cannot change from {self.state.name} to {state.name}")
+        """The one place where the state changes. Hold the lock."""
         self.state, self.reason = state, reason
         self.changed.notify_all()
 

@@ -8,19 +8,16 @@ reason is named only where it costs much.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from statistics import median
 from typing import Any
 
+from fsdp_lab.base.errors import Cause
 from fsdp_lab.base.events import Memory, StepEvent, Track
 from fsdp_lab.base.formatting import median_known, plural, size
-from fsdp_lab.base.hang import FORWARD_ALONE, UNEQUAL_BATCHES
 from fsdp_lab.runs.steps import EventStore, Step
 from fsdp_lab.spec.loops import Trained
-from fsdp_lab.spec.param_groups import WRAPPED_NAMES
 from fsdp_lab.spec.spec import Spec, Strategy
 
 WINDOW = 64  # the newest steps that are looked at
@@ -35,56 +32,59 @@ SENDS_MORE = 1.02  # times what replicas would send; small messages, such as vot
 WHOLE = 0.9  # of the whole model: gradients as large are not sharded
 RECOMPILED_STEPS = 3  # one or two are normal: shapes become dynamic
 UNSYNCHRONISED_STEPS = 3
-# Of a SpecError of "workload.model".
-_BUILDING = re.compile(r"^workload\.model: .*(out of memory|can(not|'t) allocate memory|MemoryError)", re.IGNORECASE)
 _IN_A_SHARD_GROUP = {"all_gather", "reduce_scatter", "control"}  # kinds that exchange nothing between replicas
-
-
-class Cause(StrEnum):
-    """A trouble, by a short name."""
-
-    LOADING = "loading"
-    ADAPTERS = "adapters"
-    ACCUMULATION = "accumulation"
-    BATCHES = "batches"
-    GENERATION = "generation"
-    COMMUNICATION = "communication"
-    OFFLOAD = "offload"
-    COMPILATION = "compilation"
-    REPLICAS = "replicas"
-    CHECKPOINT = "checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """A trouble of a run.
 
-    `sentence`: what was measured, and what it means. `cure`: what to do. `failure`: how `sentence` begins, where the reason
-    of a failed run says that, too. `changes`: fields of the Spec by flat name that do it, for `run.apply` or `lab.run`;
-    empty where no field does.
+    `sentence`: what was measured, or what a failure means. `cure`: what to do. `changes`: fields of the Spec by flat name
+    that do it, for `run.apply` or `lab.run`; empty where no field does.
     """
 
     cause: Cause
     sentence: str
     cure: str
     changes: Mapping[str, Any] = field(default_factory=dict)
-    failure: str = ""
-
-    @property
-    def meaning(self) -> str:
-        """The part of `sentence` that the reason of the run does not say."""
-        return self.sentence.removeprefix(self.failure).lstrip()
 
     def __str__(self) -> str:
         return f"{self.sentence} {self.cure}"
 
 
-def diagnose(spec: Trained, events: EventStore, failure: str = "") -> tuple[Diagnosis, ...]:
-    """The troubles of a run, as far as they can be told; () if it is well, or young. `failure`: why it failed, or ""."""
+# What a failure means whose cause its error names, and the cure.
+_FAILURES = {
+    Cause.LOADING: (
+        "Memory ran out before the first step: each rank built the whole model, with its values, before it was sharded.",
+        "Give the folder of the weights as `model`: each rank then reads its own shards, by range. In a script: build "
+        "the model on the meta device, shard it, and load each rank's part (torch.distributed.checkpoint).",
+    ),
+    Cause.CHECKPOINT: (
+        "The weights do not fit the model: their names are those of a wrapped one.",
+        "Save from the inner module, or take the prefix off: fsdp_lab.unwrap_names(folder, to).",
+    ),
+    Cause.BATCHES: (
+        "The ranks have unequal numbers of batches, and those that go on wait for collectives which the others never issue.",
+        "Let all ranks make as many steps: a DistributedSampler with drop_last=True, or before each step agree whether "
+        "every rank has a batch (an all-reduce of a flag).",
+    ),
+    Cause.GENERATION: (
+        "A sharded model gathers its parameters in each forward, for which all ranks are needed.",
+        "Let every rank run it, with as many forwards: generate(..., synced_gpus=True), the same prompt lengths and "
+        "numbers of new tokens, and print on rank 0 alone. Or gather the parameters first, on all ranks.",
+    ),
+}
+
+
+def diagnose(spec: Trained, events: EventStore, failure: Cause | None = None) -> tuple[Diagnosis, ...]:
+    """The troubles of a run, as far as they can be told; () if it is well, or young. `failure`: why it failed, if known."""
     spec_id = spec.id  # a property that is computed at each access
     steps = [s for s in events.last_steps(WINDOW) if s.spec_id == spec_id]
-    case = _Case(spec=spec, steps=steps, failure=failure, begun=len(events) > 0)
-    return tuple(d for find in _FINDERS if (d := find(case)) is not None)
+    found = [find(_Case(spec=spec, steps=steps)) for find in _FINDERS]
+    if failure in _FAILURES and (failure is not Cause.LOADING or spec.world_size > 1):
+        sentence, cure = _FAILURES[failure]
+        found.insert(0, Diagnosis(cause=failure, sentence=sentence, cure=cure))
+    return tuple(d for d in found if d is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +93,6 @@ class _Case:
 
     spec: Trained
     steps: Sequence[Step]  # whole ones, under this Spec
-    failure: str  # why it failed; "" if it did not
-    begun: bool  # some rank has ended a step
 
     @property
     def strategy(self) -> Strategy | None:
@@ -121,19 +119,6 @@ class _Case:
         if not self.steps:
             return 0
         return sum(e.memory.parameters_bytes for e in self.steps[-1].events) * self.shard_factor // self.spec.world_size
-
-
-def _loading(case: _Case) -> Diagnosis | None:
-    """The function that builds the model ran out of memory; once steps were trained there may be another reason."""
-    if case.begun or not _BUILDING.search(case.failure) or case.spec.world_size < 2:
-        return None
-    return Diagnosis(
-        cause=Cause.LOADING,
-        sentence=f"Memory ran out before the first step. Each of the {case.spec.world_size} ranks built the whole model, "
-        "with its values, before it was sharded.",
-        cure="Give the folder of the weights as `model`: each rank then reads its own shards, by range. In a script: build "
-        "the model on the meta device, shard it, and load each rank's part (torch.distributed.checkpoint).",
-    )
 
 
 def _adapters(case: _Case) -> Diagnosis | None:
@@ -182,37 +167,6 @@ def _accumulation(case: _Case) -> Diagnosis | None:
         "set_requires_gradient_sync(False). It sends more, and each rank keeps its shard only.",
         changes={"sync": "every"} if case.strategy is not None else {},
     )
-
-
-def _batches(case: _Case) -> Diagnosis | None:
-    if UNEQUAL_BATCHES not in case.failure:
-        return None
-    return Diagnosis(
-        cause=Cause.BATCHES,
-        failure=_sentence(case.failure),
-        sentence=f"{_sentence(case.failure)} Those that go on wait for collectives which the others never issue.",
-        cure="Let all ranks make as many steps: a DistributedSampler with drop_last=True, or before each step agree whether "
-        "every rank has a batch (an all-reduce of a flag).",
-    )
-
-
-def _generation(case: _Case) -> Diagnosis | None:
-    if FORWARD_ALONE not in case.failure:
-        return None
-    return Diagnosis(
-        cause=Cause.GENERATION,
-        failure=_sentence(case.failure),
-        sentence=f"{_sentence(case.failure)} A sharded model gathers its parameters in each forward, for which all ranks "
-        "are needed.",
-        cure="Let every rank run it, with as many forwards: generate(..., synced_gpus=True), the same prompt lengths and "
-        "numbers of new tokens, and print on rank 0 alone. Or gather the parameters first, on all ranks.",
-    )
-
-
-def _sentence(failure: str) -> str:
-    """The cause in a failure, before what the ranks wait for."""
-    text = failure.partition(";")[0]
-    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _communication(case: _Case) -> Diagnosis | None:
@@ -313,20 +267,6 @@ def _replicas(case: _Case) -> Diagnosis | None:
     )
 
 
-def _checkpoint(case: _Case) -> Diagnosis | None:
-    if WRAPPED_NAMES not in case.failure:
-        return None
-    text = case.failure[case.failure.index(WRAPPED_NAMES) :].partition(";")[0]
-    sentence = f"The weights do not fit the model: {text}."
-    return Diagnosis(
-        cause=Cause.CHECKPOINT,
-        failure=sentence,
-        sentence=sentence,
-        cure="Save from the inner module, or take the prefix off: fsdp_lab.unwrap_names(folder, to).",
-    )
-
-
 _FINDERS: tuple[Callable[[_Case], Diagnosis | None], ...] = (
-    *(_loading, _checkpoint, _batches, _generation),  # of failures
-    *(_replicas, _accumulation, _adapters, _communication, _offload, _compilation),  # of steps
+    *(_replicas, _accumulation, _adapters, _communication, _offload, _compilation),
 )

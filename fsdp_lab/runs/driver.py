@@ -6,15 +6,15 @@ meanwhile (stop, pause, another Spec, a checkpoint, a fault) and what is due (a 
 Note: threads. Around each run there are:
 
 - The *driver's thread*, which executes `Driver.drive`. It alone sends work to the ranks until the run is over, and it alone
-  writes the fields of `Driver`, `Progress`, `EarlyStopping`, `Recovery` and `CheckpointSchedule`. It calls the callbacks in
-  `on_best`, between two chunks.
+  writes the fields of `Driver`, `Progress`, `EarlyStopping`, `Recovery` and `CheckpointSchedule`, and what the run has done
+  (its Spec, switches, incidents). It calls the callbacks in `on_best`, between two chunks.
 - *Users' threads* (cells, widget callbacks), which call `Run`. A call leaves a request in `RunControl` and returns; only
   `wait`, `await` and `stop` with a timeout wait. They read the driver's fields one at a time, without a lock.
   `Run.fault_injected` sets `Recovery.injected_unix_s`.
 - *ipyparallel's IO thread*, which calls `Driver._add_events` with what a rank published. `EventStore` has its own lock.
 
-One lock, `RunControl.changed`, guards `RunControl` and the requests for checkpoints. The driver holds it, too, while it
-changes the Spec, the step and the switches together. It never waits for a rank with the lock held.
+One lock, `RunControl.changed`, guards the state and the requests of `RunControl`, and those for checkpoints. The driver
+holds it, too, while it changes the Spec, the step and the switches together. It never waits for a rank with the lock held.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from fsdp_lab.base.errors import FieldError, SpecError
 from fsdp_lab.cluster import ClusterError, Interrupted, StartError
 from fsdp_lab.cluster.calls import Call
 from fsdp_lab.cluster.cluster import Cluster
-from fsdp_lab.runs.control import Request, RunControl
-from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig, Evaluation
+from fsdp_lab.runs.control import RunControl
+from fsdp_lab.runs.evaluation import EarlyStopping, Evaluation
 from fsdp_lab.runs.recovery import LIVE, Recovery, RecoveryPolicy, path_on_ranks, refitted, source_of, whole_state
 from fsdp_lab.runs.saving import CheckpointSchedule
-from fsdp_lab.runs.steps import EventStore
-from fsdp_lab.runs.view import RunState, Switch, fingerprint
+from fsdp_lab.runs.view import Request, RunState, Switch, fingerprint
 from fsdp_lab.spec.checkpoint_format import Checkpoint
 from fsdp_lab.spec.faults import Fault, FaultKind
 from fsdp_lab.spec.spec import Spec
@@ -52,16 +51,19 @@ class Progress:
     """Counts the steps of a run, and sizes its chunks.
 
     `steps`: to train in all; None: until stopped. `share`: steps of a turn; None: the run has the ranks to itself. `step`:
-    number of the next step. `until`: step before which the run is finished; None: until stopped. `done`: steps trained.
-    `turn_left`: steps left of the turn.
+    number of the next step. `done`: steps trained. `turn_left`: steps left of the turn.
     """
 
     def __init__(self, steps: int | None, share: int | None, step: int) -> None:
         self.steps, self.share, self.step = steps, share, step
-        self.until = steps
         self.done = 0
         self._chunk = 1
         self.turn_left = share or 0
+
+    @property
+    def until(self) -> int | None:
+        """The step before which the run is finished; None: until stopped."""
+        return None if self.steps is None else self.step + self.steps - self.done
 
     @property
     def finished(self) -> bool:
@@ -88,84 +90,60 @@ class Progress:
     def switch(self, step: int) -> None:
         """Another Spec from `step` on: step times are unknown, so the next chunk is one step."""
         self.step, self._chunk = step, 1
-        self._set_until()
-
-    def recover(self, failed_at: int) -> None:
-        """The run continues from `step`; the steps from there to `failed_at` are trained again."""
-        self.done += self.step - failed_at
-        self._set_until()
-
-    def _set_until(self) -> None:
-        self.until = None if self.steps is None else self.step + self.steps - self.done
 
 
 class Driver:
-    """Trains a run until it is over. Threads: see the module's note.
-
-    `spec`: the one applied last, before the first switch the one to apply. `switches`: of every Spec that was applied.
-    `refused`: the error of the last Spec that the ranks refused; None: there is none. `environment`: the `fingerprint` of
-    the ranks; empty before they are prepared. `early_stopping`: takes the evaluations. `on_best`: called with each that is
-    the best so far.
-    """
+    """Trains a run until it is over. Threads: see the module's note. `early_stopping`: takes the evaluations."""
 
     def __init__(
-        self,
-        run: str,
-        ranks: Cluster,
-        spec: Spec,
-        prepare: Callable[[Spec], None],
-        *,
-        progress: Progress,
-        checkpoints: CheckpointSchedule,
-        evaluate: EvalConfig | None,
-        recovery: Recovery,
-        ledger_every: int | None,
+        self, run: RunControl, ranks: Cluster, prepare: Callable[[Spec], None], share: int | None, saved_by: str
     ) -> None:
-        self.run, self.ranks, self.spec = run, ranks, spec
-        self.control, self.events, self.progress = RunControl(), EventStore(), progress
-        self.checkpoints, self.recovery = checkpoints, recovery
-        self.early_stopping = EarlyStopping(evaluate.patience if evaluate is not None else None)
-        self.on_best: list[Callable[[Evaluation], None]] = []
-        self.switches: list[Switch] = []
-        self.refused: FieldError | None = None
-        self.environment: Mapping[str, Any] = {}
-        self._prepare, self._ledger_every, self._evaluate = prepare, ledger_every, evaluate
+        """`prepare`, `share`: as of `Run`. `saved_by`: the run whose checkpoints this one recovers from until it trains."""
+        self.run, self.ranks = run, ranks
+        self.progress = Progress(run.steps, share, 0)
+        self.checkpoints = CheckpointSchedule(run.saving, run.id)
+        self.recovery = Recovery(run.recovering, run.incidents)
+        self.early_stopping = EarlyStopping(run.evaluate.patience if run.evaluate is not None else None)
+        self._prepare, self._saved_by = prepare, saved_by
 
     @property
     def step(self) -> int:
-        latest = self.events.latest()
+        latest = self.run.events.latest()
         return max(self.progress.step, *(e.step + 1 for e in latest.values())) if latest else self.progress.step
 
-    def drive(self, start: Checkpoint | None, fresh: bool, end: Callable[[], None]) -> None:
-        """Trains until the run is over, then calls `end`. `start`, `fresh`: as of `Run`."""
-        state, reason = RunState.FAILED, ""
+    def drive(self, start: Checkpoint | None, fresh: bool, broken: RunControl | None, end: Callable[[], None]) -> None:
+        """Trains until the run is over, then calls `end`. `start`, `fresh`, `broken`: as of `Run`."""
+        state, reason, run = RunState.FAILED, "", self.run
         try:
-            if self.recovery.predecessor is None:
-                self._prepare(self.spec)
-                self.environment = fingerprint(self.call("status"))
+            policy: RecoveryPolicy | None = None
+            if broken is not None and broken.error is not None:
+                self.recovery.add(broken.error, self.progress.step, run.spec.world_size)
+                policy = run.recovering
+            else:
+                self._prepare(run.spec)
+                run.environment = fingerprint(self.call("status"))
                 if start is not None:
-                    self._restore(self.spec, start)
+                    self.checkpoints.start = start.step
+                    self._restore(run.spec, start)
                 else:
-                    self._apply(self.spec, "apply", fresh=fresh)
-            state, reason = self._train_and_recover()
+                    self._apply(run.spec, "apply", fresh=fresh)
+            state, reason = self._train_and_recover(policy)
             self._save_last_step()
         except Interrupted:
-            state, reason = RunState.STOPPED, self.control.interrupt_reason
+            state, reason = RunState.STOPPED, run.interrupt_reason
         except BaseException as e:
-            self.control.error, reason = e, e.sentence if isinstance(e, ClusterError) else str(e)
-            if self.control.stop_s is not None and isinstance(e, ClusterError):
+            run.error, reason = e, e.sentence if isinstance(e, ClusterError) else str(e)
+            if run.stop_s is not None and isinstance(e, ClusterError):
                 state = RunState.STOPPED  # as requested; the reason is how the ranks failed meanwhile
         finally:
-            self.control.finish(state, reason)
+            run.finish(state, reason)
             self.checkpoints.end()
             end()
 
-    def _train_and_recover(self) -> tuple[RunState, str]:
-        """Trains until the run is over, and recovers from failures as the policy says. Returns final state and reason."""
-        policy: RecoveryPolicy | None = None
-        if (failed := self.recovery.predecessor) is not None:
-            self.recovery.add(failed.error, failed.step, self.spec.world_size)
-            policy = self.recovery.policy
+    def _train_and_recover(self, policy: RecoveryPolicy | None) -> tuple[RunState, str]:
+        """Trains until the run is over, and recovers from failures as the policy says. Returns final state and reason.
+        `policy`: how to recover first, where the run continues a failed one."""
+        run = self.run
         while True:
             try:
                 if policy is not None:
@@ -174,31 +152,29 @@ class Driver:
             except Interrupted:
                 raise
             except ClusterError as e:
-                if not self.recovery.count_failure() or self.control.stop_s is not None:
+                if not self.recovery.count_failure() or run.stop_s is not None:
                     raise
-                self.recovery.add(e, self.step, self.spec.world_size)
+                self.recovery.add(e, self.step, run.spec.world_size)
                 self.ranks.dispatcher.settle()
                 self.recovery.update(freed_unix_s=time.time())
-                policy = self.recovery.policy
-                if policy.how != "auto":
-                    policy = self.control.wait_for_recovery(e)
+                policy = run.recovering if run.recovering.how == "auto" else run.wait_for_recovery(e)
                 if policy is None:
                     raise
 
     def _train(self) -> tuple[RunState, str]:
         """Trains chunk by chunk. Returns final state and reason."""
-        control, progress = self.control, self.progress
+        run, progress = self.run, self.progress
         while True:
-            with control.changed:
-                while control.paused and control.stop_s is None and not control.has_work:
+            with run.changed:
+                while run.paused and run.stop_s is None and not run.has_work:
                     if self.checkpoints.requested:
                         break
-                    control.set_state(RunState.PAUSED)
-                    control.changed.wait()
-                if control.stop_s is not None:
-                    return RunState.STOPPED, control.stop_reason
-                pending = control.pending
-                asked = control.asked.pop(0) if control.asked else None
+                    run.set_state(RunState.PAUSED)
+                    run.changed.wait()
+                if run.stop_s is not None:
+                    return RunState.STOPPED, run.stop_reason
+                pending = run.pending
+                asked = run.asked.pop(0) if run.asked else None
             if asked is not None:
                 self._answer(*asked)
                 continue  # a pause goes on
@@ -212,25 +188,25 @@ class Driver:
                 return RunState.FINISHED, ""
             if reason := self.early_stopping.reason:
                 return RunState.STOPPED, reason
-            if progress.turn_over or control.suspending:
+            if progress.turn_over or run.suspending:
                 self._suspend()
                 continue
-            with control.changed:
-                if control.stop_s is None:
-                    control.set_state(RunState.RUNNING)
+            with run.changed:
+                if run.stop_s is None:
+                    run.set_state(RunState.RUNNING)
             if self._train_chunk():
-                return RunState.STOPPED, control.interrupt_reason
+                return RunState.STOPPED, run.interrupt_reason
 
     def _train_chunk(self) -> bool:
         """Trains one chunk on all ranks. Returns whether it was interrupted."""
-        progress, evaluate, every = self.progress, self._evaluate, self._ledger_every
+        run, progress, evaluate, every = self.run, self.progress, self.run.evaluate, self.run.ledger_every
         begin, count = progress.step, progress.chunk()
         evaluations = evaluate.due(range(begin, begin + count), progress.until) if evaluate is not None else {}
         # A chunk ends with an evaluation, so that `on_best` finds the parameters of that step.
         count = min([count, self.checkpoints.steps_until_due(begin), *(n + 1 - begin for n in evaluations)])
-        steps, attempt = range(begin, begin + count), self.events.attempt
-        with self.control.changed:
-            requested, self.control.ledger = self.control.ledger, False
+        steps, attempt = range(begin, begin + count), run.events.attempt
+        with run.changed:
+            requested, run.ledger_wanted = run.ledger_wanted, False
         complete = threading.Event()  # what is published after that is in the results
         results = self.call(
             "train",
@@ -257,13 +233,13 @@ class Driver:
             if self.early_stopping.take(step, loss) and not interrupted:
                 if self.checkpoints.config is not None:
                     self._save("best")
-                for callback in self.on_best:
+                for callback in run.on_best:
                     callback(Evaluation(step, loss))
         return interrupted
 
     def _add_events(self, events: Any, attempt: int) -> None:
         """Adds what ranks published. Called also on the client's IO thread, perhaps after the ranks have begun again."""
-        self.events.add((e for e in events if e["run"] == self.run), self.ranks.notes, attempt=attempt)
+        self.run.events.add((e for e in events if e["run"] == self.run.id), self.ranks.notes, attempt=attempt)
 
     def _answer(self, request: Request[Any], call: Callable[[], Any]) -> None:
         """Settles a request by the call to the ranks. Where they refuse it, the run continues."""
@@ -288,16 +264,16 @@ class Driver:
         that takes turns begins again, and another one has failed."""
         self._save_last_step()  # it may be stopped meanwhile, when the ranks hold another run's
         self.call("suspend")
-        if not self.control.wait_for_turn():
+        if not self.run.wait_for_turn():
             return
         self.progress.turn_left = self.progress.share or 0
-        self._prepare(self.spec)
-        if self.call("resume", run=self.run)[0]["step"] is None:
+        self._prepare(self.run.spec)
+        if self.call("resume", run=self.run.id)[0]["step"] is None:
             if self.progress.share is None:
                 self.call("unload")  # what the ranks hold is another run's
                 raise ClusterError("its ranks were replaced while it was suspended, and its state was lost with them")
             self.progress.done = 0
-            self._apply(self.spec, "apply", fresh=True)
+            self._apply(self.run.spec, "apply", fresh=True)
 
     # -- calls to the ranks ----------------------------------------------------------------------------------------------
 
@@ -308,7 +284,7 @@ class Driver:
     def _results(self, call: Call) -> list[Any]:
         interrupts = 0
         while not call.wait(0.05):
-            stop_s = self.control.stop_s
+            stop_s = self.run.stop_s
             if stop_s is None:
                 continue
             waited_s = time.monotonic() - stop_s
@@ -324,19 +300,19 @@ class Driver:
     def _switch_or_refuse(self, spec: Spec) -> None:
         """Applies `spec`; where the ranks refuse it, the run continues as it was."""
         try:
-            if (spec.world_size, spec.devices) == (self.spec.world_size, self.spec.devices):
+            if (spec.world_size, spec.devices) == (self.run.spec.world_size, self.run.spec.devices):
                 self._apply(spec, "apply", fresh=False)
             else:
                 self._resize(spec)
         except FieldError as e:
-            with self.control.changed:
-                self.refused = e
-                self.control.clear_pending(spec)
-            self.control.settle(spec, e)
+            with self.run.changed:
+                self.run.refused = e
+                self.run.clear_pending(spec)
+            self.run.settle(spec, e)
 
     def _resize(self, spec: Spec) -> None:
         """Has other ranks train `spec`, from the state of those before, which write all of it first."""
-        before = self.spec
+        before = self.run.spec
         self.ranks.check_devices(spec.world_size, spec.devices)
         self._wait_for_saves()
         with whole_state(self.ranks, self.call("status")) as state:
@@ -370,25 +346,25 @@ class Driver:
         """Has the ranks train `spec`, and records the switch. `what`: "restore" from a path, or "apply", with the parameters
         that they have, if those fit and it is not to be `fresh`."""
         began_s = time.monotonic()
-        before = self.spec if self.switches else None
+        before = self.run.spec if self.run.switches else None
         self.ranks.delivery.provide(spec)
-        required = {"evaluated": self._evaluate.samples, **self._evaluate.texts} if self._evaluate else {}
-        result = self.call(what, run=self.run, spec=spec.to_dict(), **required, **arguments)[0]
+        required = {"evaluated": self.run.evaluate.samples, **self.run.evaluate.texts} if self.run.evaluate else {}
+        result = self.call(what, run=self.run.id, spec=spec.to_dict(), **required, **arguments)[0]
         step, carried, seconds = int(result["step"]), bool(result["carried"]), time.monotonic() - began_s
         notes = tuple(result.get("notes", ()))
         switch = Switch(step=step, before=before, after=spec, seconds=seconds, carried=carried, notes=notes)
         rewound = switch.step < self.step or (before is not None and before.world_size != spec.world_size)
         if not switch.carried or before is None or rewound:
-            self.events.restart(switch.step)
+            self.run.events.restart(switch.step)
             self.early_stopping.forget(switch.step)
         else:
             self.early_stopping.switched(before, spec)
-        with self.control.changed:
-            self.spec = spec
+        with self.run.changed:
+            self.run.spec = spec
             self.progress.switch(switch.step)
-            self.switches.append(switch)
-            self.control.clear_pending(spec)
-        self.control.settle(spec, switch)
+            self.run.switches.append(switch)
+            self.run.clear_pending(spec)
+        self.run.settle(spec, switch)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -408,9 +384,9 @@ class Driver:
         """Saves the last step, and waits until all checkpoints are written."""
         if self.checkpoints.config is None:
             return
-        with self.control.changed:
-            state = RunState.STOPPING if self.control.stop_s is not None else RunState.RUNNING
-            self.control.set_state(state, "saves its last step")
+        with self.run.changed:
+            state = RunState.STOPPING if self.run.stop_s is not None else RunState.RUNNING
+            self.run.set_state(state, "saves its last step")
         if not self.checkpoints.has(self.progress.step):
             self._save("last")
         self._wait_for_saves()
@@ -426,23 +402,23 @@ class Driver:
     def _recover(self, policy: RecoveryPolicy) -> None:
         """Makes the ranks ready to train again; see the note on sources in `fsdp_lab.runs.recovery`."""
         failure = self.recovery.incidents[-1].sentence
-        with self.control.changed:
-            self.control.set_state(RunState.RECOVERING, failure)
+        with self.run.changed:
+            self.run.set_state(RunState.RECOVERING, failure)
         statuses, failed_at = self.ranks.dispatcher.settle(), self.progress.step
         if self.recovery.incidents[-1].freed_unix_s is None:
             self.recovery.update(freed_unix_s=time.time())
         self.checkpoints.give_up(f"meanwhile {failure}")
         steps = {status["step"] for status in statuses.values()}
-        whole = not self.ranks.lost and len(statuses) == self.spec.world_size
+        whole = not self.ranks.lost and len(statuses) == self.run.spec.world_size
         if whole and len(steps) == 1 and steps != {None}:  # all hold the parameters of the same step
-            self._apply(self.spec, "apply", fresh=False)
+            self._apply(self.run.spec, "apply", fresh=False)
             self._recovered(LIVE, failed_at)
             return
-        left = len(statuses) or self.spec.world_size
-        spec, notes = refitted(self.spec, left) if policy.ranks == "fewer" else (self.spec, ())
-        config, failed = self.checkpoints.config, self.recovery.predecessor
+        left = len(statuses) or self.run.spec.world_size
+        spec, notes = refitted(self.run.spec, left) if policy.ranks == "fewer" else (self.run.spec, ())
+        config = self.checkpoints.config
         folder = Path(config.folder) if config is not None else None
-        saved_by = failed.id if failed is not None and not self.switches else self.run
+        saved_by = self.run.id if self.run.switches else self._saved_by
         with source_of(self.ranks, statuses, saved_by, folder) as (source, checkpoint):
             self._prepare(spec)
             if checkpoint is not None:
@@ -452,8 +428,8 @@ class Driver:
         self._recovered(source, failed_at, notes)
 
     def _recovered(self, source: str, failed_at: int, notes: tuple[str, ...] = ()) -> None:
-        with self.control.changed:
+        with self.run.changed:
             self.checkpoints.start = self.progress.step
-            self.progress.recover(failed_at)
-        step, ranks = self.progress.step, self.spec.world_size
+            self.progress.done += self.progress.step - failed_at  # the steps up to there are trained again
+        step, ranks = self.progress.step, self.run.spec.world_size
         self.recovery.update(source=source, resumed_step=step, resumed_ranks=ranks, notes=notes)

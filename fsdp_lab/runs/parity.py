@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 
@@ -38,7 +38,6 @@ TRAINED = tuple(name for name, row in rows_of(Workload).items() if not row.same_
 
 NORM_ROUNDING = 1e-5  # relative, of a sum of fp32 squares in any order
 ALIKE = 8  # steps
-FUSED = "a fused update rounds by where an element lies"
 MOST = 0.03  # of a loss: how far two precisions that train alike may differ
 
 
@@ -76,7 +75,7 @@ class Parity:
     steps: int = 0
     checksums: int = 0
     first_step: int | None = None  # the first that is not equal bit for bit; for DIFFERENT, the one that shows it
-    what: str = ""  # what differs there: "loss", "gradient norm", "parameters", "replicas" or "skipped step"
+    what: str = ""  # what differs there: "loss", "gradient norm", "parameters" or "replicas"
     sentence: str = ""
 
 
@@ -88,7 +87,6 @@ class StepDigest:
     norm: float
     checksum: int | None
     diverged: bool  # replicas hold different parameters
-    skipped: bool  # gradients overflowed at the loss scale
 
 
 def parity(baseline: RunView, other: RunView) -> Parity:
@@ -109,10 +107,7 @@ def parity(baseline: RunView, other: RunView) -> Parity:
     specs = [*_specs(baseline), *_specs(other)]
     dtypes = {dtype for spec in specs for dtype in (spec.strategy.dtypes.param, spec.strategy.dtypes.reduce)}
     widest = max((BOUNDS[dtype] for dtype in dtypes), key=lambda bound: bound.loss)
-    judged = _compare([(n, of_baseline[n], of_other[n]) for n in common], widest)
-    if judged.verdict is Verdict.WITHIN and any(spec.workload.torch_optimizer.is_fused for spec in specs):
-        return replace(judged, sentence=f"{judged.sentence}; {FUSED}")
-    return judged
+    return _compare([(n, of_baseline[n], of_other[n]) for n in common], widest)
 
 
 def digests(steps: Iterable[Step]) -> dict[int, StepDigest]:
@@ -127,9 +122,7 @@ def _digest(step: Step) -> StepDigest:
             by_replica[e.replica] = (by_replica.get(e.replica, 0) + e.checksum) % (1 << 64)
     sums, first = list(by_replica.values()), step.events[0]
     checksum, diverged = sums[0] if sums else None, len(set(sums)) > 1
-    return StepDigest(
-        loss=first.mean_loss, norm=first.grad_norm, checksum=checksum, diverged=diverged, skipped=first.skipped
-    )
+    return StepDigest(loss=first.mean_loss, norm=first.grad_norm, checksum=checksum, diverged=diverged)
 
 
 def _incomparable(one: Spec, other: Spec) -> str:
@@ -182,9 +175,6 @@ def _compare(common: list[tuple[int, StepDigest, StepDigest]], bound: RoundingBo
 
 def _early(a: StepDigest, b: StepDigest, bound: RoundingBound, since: int) -> tuple[str, str] | None:
     """The part that is beyond its bound in a step while parameters are practically equal, and how; None: nothing."""
-    if a.skipped != b.skipped:
-        which = "the baseline" if a.skipped else "it"
-        return "skipped step", f"{which} skipped it: gradients overflowed at its loss scale"
     for what, x, y, first in (("gradient norm", a.norm, b.norm, bound.norm), ("loss", a.loss, b.loss, bound.loss)):
         if _beyond(x, y, limit := early_bound(first, since)):
             finite = math.isfinite(x) and math.isfinite(y)

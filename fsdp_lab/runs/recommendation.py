@@ -10,7 +10,7 @@ is judged from every pair of runs that differ in this field alone.
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -37,23 +37,14 @@ SAME_MEMORY = 0.01  # peaks that differ by less count as equal
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pair:
-    """Two runs that differ in one field: `taken` has the toggle's value, `instead` the other one."""
-
-    taken: str  # labels
-    instead: str
-    memory: float | None  # ratio of peaks
-    time: Ratio | None  # of time per token
-
-
-@dataclass(frozen=True, kw_only=True)
 class Toggle:
-    """What a field's value saved or cost compared with another, as a sentence."""
+    """What a field's value saved or cost compared with another, as a sentence. `pairs`: labels of runs that differ in it
+    alone, the one with `taken` first."""
 
     field: str
     taken: Any
     instead: Any
-    pairs: tuple[Pair, ...]
+    pairs: tuple[tuple[str, str], ...]
     sentence: str
 
 
@@ -184,60 +175,35 @@ def toggles(rows: Sequence[Row]) -> tuple[Toggle, ...]:
 
 def _toggle(name: str, rows: Sequence[tuple[Row, Row]]) -> Toggle:
     """The order of the two values is such that the one taken saves memory, else time."""
-    pairs = [_pair(a, b) for a, b in rows]
-    memory, time_s = _medians(pairs)
-    if (memory if memory and abs(memory - 1) >= SAME_MEMORY else time_s or 1) > 1:
+    memory, time = _medians(rows)
+    if (memory if memory and abs(memory - 1) >= SAME_MEMORY else time or 1) > 1:
         rows = [(b, a) for a, b in rows]
-        pairs = [_pair(a, b) for a, b in rows]
+        memory, time = _medians(rows)
+    clear = [r.median > 1 for a, b in rows if (r := _time_ratio(a, b)) and r.clear]
+    noise = 2 * len(clear) <= len(rows) or len(set(clear)) > 1  # most show no difference, or not in one direction
+    effects = f"{_change(memory, 'memory', SAME_MEMORY)}, {_change(time, 'time', math.inf if noise else 0.0)}"
     taken, instead = rows[0][0].flat[name], rows[0][1].flat[name]
-    sentence = f"{describe_field(name, taken)} instead of {describe_field(name, instead)} {_effect(pairs)}"
-    return Toggle(field=name, taken=taken, instead=instead, pairs=tuple(pairs), sentence=sentence)
+    pairs = tuple((a.label, b.label) for a, b in rows)
+    source = " and ".join(pairs[0]) if len(pairs) == 1 else f"median of {len(pairs)} pairs"
+    sentence = f"{describe_field(name, taken)} instead of {describe_field(name, instead)}: {effects} ({source})."
+    return Toggle(field=name, taken=taken, instead=instead, pairs=pairs, sentence=sentence)
 
 
-def _pair(taken: Row, instead: Row) -> Pair:
-    return Pair(
-        taken=taken.label,
-        instead=instead.label,
-        memory=peak_ratio(taken, instead),
-        time=ratio(instead.throughputs, taken.throughputs),  # inverse throughput: time per token
-    )
+def _time_ratio(taken: Row, instead: Row) -> Ratio | None:
+    """Of time per token, which is inverse throughput."""
+    return ratio(instead.throughputs, taken.throughputs)
 
 
-def _medians(pairs: Sequence[Pair]) -> tuple[float | None, float | None]:
+def _medians(rows: Sequence[tuple[Row, Row]]) -> tuple[float | None, float | None]:
     """The medians of the ratios of memory and of time; None: not measured."""
-    return median([p.memory for p in pairs if p.memory]), median([p.time.median for p in pairs if p.time])
+    times = [r.median for a, b in rows if (r := _time_ratio(a, b))]
+    return median([m for a, b in rows if (m := peak_ratio(a, b))]), median(times)
 
 
-def _effect(pairs: Sequence[Pair]) -> str:
-    """The rest of the sentence: what was saved, and what it cost. The order of the values makes sure that this is time."""
-    one = f"{pairs[0].taken} and {pairs[0].instead}"
-    source = one if len(pairs) == 1 else f"median and range of {len(pairs)} pairs"
-    memory, _ = _medians(pairs)
-    verb, time = _time([p.time for p in pairs if p.time])
-    if memory is not None and abs(memory - 1) >= SAME_MEMORY:
-        joint = {"cost": " for ", "saved": " and "}.get(verb, "; ")
-        result = f"saved {_percent([p.memory for p in pairs if p.memory], 'memory')}{joint}{time}"
-    else:
-        same = "memory not measured" if memory is None else "the same memory"
-        lead = f"{verb} " if verb else "bought nothing: " if any(p.time for p in pairs) else ""
-        result = f"{lead}{time}, {same}"
-    return f"{result} ({source})."
-
-
-def _time(ratios: Sequence[Ratio]) -> tuple[str, str]:
-    """("saved" or "cost", how much); ("", why neither) where most pairs show no difference, or not in one direction."""
-    if not ratios:
-        return "", "time not measured"
-    medians, clear = [r.median for r in ratios], [r for r in ratios if r.clear]
-    middle = statistics.median(medians)
-    if 2 * len(clear) <= len(ratios) or len({r.median > 1 for r in clear}) > 1:
-        return "", f"within noise in time ({100 * (middle - 1):+.0f}%)"
-    return "saved" if middle < 1 else "cost", _percent(medians, "time")
-
-
-def _percent(ratios: Sequence[float], of: str) -> str:
-    """The distance of their median from 1, and the range of several: "55% memory (50 to 61%)"."""
-    sign = 1 if statistics.median(ratios) >= 1 else -1
-    shares = sorted(100 * sign * (r - 1) for r in ratios)
-    text = f"{round(statistics.median(shares))}% {of}"  # round has no negative zero
-    return text if len(shares) < 2 else f"{text} ({round(shares[0])} to {round(shares[-1])}%)"
+def _change(ratio: float | None, of: str, same: float) -> str:
+    """A ratio as text: 55% less memory. `same`: the distance from 1 up to which it counts as none."""
+    if ratio is None:
+        return f"{of} not measured"
+    if abs(ratio - 1) <= same:
+        return f"{of} the same but for noise" if same == math.inf else f"the same {of}"
+    return f"{abs(ratio - 1):.0%} {'less' if ratio < 1 else 'more'} {of}"

@@ -103,23 +103,12 @@ class Incident:
         return str(self.error).partition("\n")[0]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Predecessor:
-    """A failed run that another one continues."""
-
-    id: str
-    step: int  # steps committed
-    error: BaseException
-
-
 class Recovery:
     """The failures of one run. Used by the run's driver alone, but for `injected_unix_s`, which any thread may set.
-    `incidents`: oldest first. `predecessor`: the failed run that this one continues; None: there is none.
-    `injected_unix_s`: when a fault was injected that has not been detected yet."""
+    `incidents`: oldest first. `injected_unix_s`: when a fault was injected that has not been detected yet."""
 
-    def __init__(self, policy: RecoveryPolicy, predecessor: Predecessor | None) -> None:
-        self.policy, self.predecessor = policy, predecessor
-        self.incidents: list[Incident] = []
+    def __init__(self, policy: RecoveryPolicy, incidents: list[Incident]) -> None:
+        self.policy, self.incidents = policy, incidents
         self.injected_unix_s: float | None = None
         self._failures = 0  # since the last committed step
 

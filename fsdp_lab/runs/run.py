@@ -9,26 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fsdp_lab.base.errors import ArgumentError, FieldError, SpecError, check_whole
+from fsdp_lab.base.errors import ArgumentError, Cause, FieldError, SentenceError, SpecError
 from fsdp_lab.base.generation import Sampling, checked_prompts
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.sent_code import with_code
 from fsdp_lab.planner.questions import require_memory
-from fsdp_lab.runs.control import Request, SwitchRequest
-from fsdp_lab.runs.driver import Driver, Progress
-from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig, generated
-from fsdp_lab.runs.recovery import Incident, Predecessor, Recovery, RecoveryPolicy, refitted
-from fsdp_lab.runs.saving import CheckpointConfig, CheckpointSchedule, SavedCheckpoint
-from fsdp_lab.runs.view import Awaited, RunQueries, RunState
+from fsdp_lab.runs.control import RunControl, SwitchRequest
+from fsdp_lab.runs.driver import Driver
+from fsdp_lab.runs.evaluation import EarlyStopping, generated
+from fsdp_lab.runs.recovery import Incident, refitted
+from fsdp_lab.runs.saving import CheckpointConfig, SavedCheckpoint
+from fsdp_lab.runs.view import Awaited, Request, RunQueries, RunState
 from fsdp_lab.spec.checkpoint_format import Checkpoint
 from fsdp_lab.spec.faults import Fault
 from fsdp_lab.spec.spec import Spec
@@ -37,18 +36,11 @@ STOP_S = 2.0
 POLL_S = 0.02
 
 
-class Run(RunQueries, Awaited["Run"]):
-    """One training run. Made by `Lab.run`; starts at once.
+class Run(RunControl, RunQueries, Awaited["Run"]):
+    """One training run. Made by `Lab.run`; starts at once. Attributes: see `RunControl`.
 
     `run.wait()` and `await run` return the run when it is finished or stopped, and raise its error when it failed. Ctrl-C in
     either stops the run after its chunk and is raised again.
-
-    Attributes:
-        id: as in its events. events: its `EventStore`.
-        steps: how many to train; None: until stopped. ledger_every, evaluate, recovering: as given; saving: also by `save`.
-        switches: of every Spec that was applied. incidents: failures that the run recovered from, or is to recover from.
-        on_best: called on the driver's thread between two chunks with each `Evaluation` that is the best so far, while the
-            ranks hold the parameters of that step. An exception in a callback fails the run.
     """
 
     def __init__(
@@ -56,93 +48,33 @@ class Run(RunQueries, Awaited["Run"]):
         ranks: Cluster,
         spec: Spec,
         *,
-        steps: int | None = None,
         fresh: bool = True,
-        ledger_every: int | None = None,
-        evaluate: EvalConfig | int | None = None,
         share: int | None = None,
         prepare: Callable[[Spec], None] = lambda spec: None,
-        saving: CheckpointConfig | None = None,
-        recovering: RecoveryPolicy | None = None,
         start: Checkpoint | None = None,
         broken: Run | None = None,
+        **options: Any,
     ) -> None:
         """`share`: steps of a turn, after which the run is suspended until `take_turn` and others may use the ranks.
         `prepare`: called on the driver's thread before anything is sent: makes the ranks ready for a Spec. `start`: the
-        checkpoint to start from. `broken`: a failed run to continue. The others: as of `Lab.run`."""
-        super().__init__()
-        for name, value, none in (("steps", steps, "no end"), ("ledger_every", ledger_every, "only requested ones")):
-            if value is not None:
-                check_whole(name, value, wanted=f"a whole number of 1 or more, or None for {none}")
-        self.id = secrets.token_hex(4)
-        self.steps, self.ledger_every = steps, ledger_every
-        self.evaluate = EvalConfig.of(evaluate)
-        self.saving, self.recovering = saving, recovering or RecoveryPolicy()
-        self.started_unix_s = time.time()
-        self._check_evaluation(spec)
-        failed = None
+        checkpoint to start from. `broken`: a failed run to continue. `options`: of `RunControl`, as of `Lab.run`."""
+        Awaited.__init__(self)
+        RunControl.__init__(self, spec, **options)
+        self._driver = Driver(self, ranks, prepare, share, self.id if broken is None else broken.id)
         if broken is not None:
-            failed = Predecessor(id=broken.id, step=broken.step, error=broken.error or ClusterError(broken.reason))
-        self._driver = Driver(
-            self.id,
-            ranks,
-            spec,
-            prepare,
-            progress=Progress(steps, share, failed.step if failed is not None else 0),
-            checkpoints=CheckpointSchedule(saving, self.id, start.step if start is not None else 0),
-            evaluate=self.evaluate,
-            recovery=Recovery(self.recovering, failed),
-            ledger_every=ledger_every,
-        )
-        self._control, self.events, self.switches = self._driver.control, self._driver.events, self._driver.switches
-        self.incidents: Sequence[Incident] = self._driver.recovery.incidents
-        self.on_best = self._driver.on_best
-        arguments = (start, fresh, self._end)
+            self._driver.progress.step = broken.step
+        arguments = (start, fresh, broken, self._end)
         threading.Thread(target=self._driver.drive, args=arguments, name=f"fsdp_lab-run-{self.id}", daemon=True).start()
 
     @property
-    def spec(self) -> Spec:
-        """The Spec applied last; before the first is applied, the one to apply."""
-        return self._driver.spec
-
-    @property
-    def pending(self) -> Spec | None:
-        """The Spec to apply after the running chunk; None: there is none."""
-        return self._control.pending
-
-    @property
-    def refused(self) -> FieldError | None:
-        """The error of the last Spec that the ranks refused; None: there is none."""
-        return self._driver.refused
-
-    @property
-    def state(self) -> RunState:
-        return self._control.state
-
-    @property
-    def reason(self) -> str:
-        """Says why the run is in its state, in a sentence, or empty."""
-        return self._control.reason
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error of a run that failed or is broken; None: it is neither."""
-        return self._control.error
+    def cause(self) -> Cause | None:
+        """The cause of its error, where it is a known one."""
+        return self.error.cause if isinstance(self.error, SentenceError) else None
 
     @property
     def details(self) -> str:
         """More lines on the error, such as a rank's stack; empty where there are none."""
         return self.error.details if isinstance(self.error, ClusterError) else ""
-
-    @property
-    def ended_unix_s(self) -> float | None:
-        """None until the run is over."""
-        return self._control.ended_unix_s
-
-    @property
-    def environment(self) -> Mapping[str, Any]:
-        """Machine, versions and devices (`runs.view.fingerprint`); empty until the ranks are ready."""
-        return self._driver.environment
 
     @property
     def early_stopping(self) -> EarlyStopping:
@@ -188,27 +120,27 @@ class Run(RunQueries, Awaited["Run"]):
         Raises SpecError: an invalid Spec, or more ranks than a given cluster has engines, or, without `anyway`, more memory
         than there is, as the planner knows. ClusterError: the run is over.
         """
-        with self._control.changing():
+        with self.changing():
             self._require_live("start another one with lab.run")
             base = spec or self.pending or self.spec
             if changes.get("world_size", base.world_size) != base.world_size:
                 changes.setdefault("devices", None)  # a list for another number of ranks
             wanted = base.replace(**with_code(changes))
             self._check_ranks(wanted)
-            self._check_evaluation(wanted)
+            self.check_evaluation(wanted)
             if not anyway:
                 require_memory(wanted, self._driver.ranks.memory, "lab.current.apply", former=self.spec)
-            self._control.pending = wanted
-            self._control.switch_requests.append(request := SwitchRequest(wanted))
+            self.pending = wanted
+            self.switch_requests.append(request := SwitchRequest(wanted))
             return request
 
     def ledger(self) -> None:
         """Makes the next step a ledger step, as the third after each switch is: it measures memory by class and over time,
         and is left out of medians. Its events have `ledger` set and a `memory_curve`. Raises ClusterError: the run is over.
         """
-        with self._control.changing():
+        with self.changing():
             self._require_live("start another one with lab.run")
-            self._control.ledger = True
+            self.ledger_wanted = True
 
     def save(self, folder: str | os.PathLike[str] | None = None) -> Request[Checkpoint]:
         """Takes a checkpoint after the running chunk. Returns at once; waiting is optional. `folder`: for this and all later
@@ -218,7 +150,7 @@ class Run(RunQueries, Awaited["Run"]):
             config = CheckpointConfig(folder=folder) if config is None else replace(config, folder=folder)
         if config is None:
             raise ArgumentError("save", "this run has no folder for checkpoints", "give one: run.save(folder)")
-        with self._control.changing():
+        with self.changing():
             self._require_live("lab.save(folder) saves what the ranks hold")
             self.saving = config
             return self._driver.checkpoints.request(config)
@@ -232,10 +164,10 @@ class Run(RunQueries, Awaited["Run"]):
         of `sampling`. ClusterError: the run is over.
         """
         given, wanted = checked_prompts(prompts), Sampling(**sampling)
-        with self._control.changing():
+        with self.changing():
             self._require_live("lab.generate(text) asks what the ranks hold")
             request = Request[list[str]]()
-            self._control.asked.append((request, partial(generated, self._driver.call, self.id, given, wanted)))
+            self.asked.append((request, partial(generated, self._driver.call, self.id, given, wanted)))
             return request
 
     def recover(self, ranks: str | None = None) -> None:
@@ -245,20 +177,20 @@ class Run(RunQueries, Awaited["Run"]):
         policy = replace(self.recovering, ranks=ranks or self.recovering.ranks)
         if policy.ranks == "fewer":
             refitted(self.spec, max(1, self.spec.world_size - len(self._driver.ranks.lost)))
-        with self._control.changing():
+        with self.changing():
             if self.state is not RunState.BROKEN:
                 raise ClusterError(f"run {self.id} is {self.state.value}, not broken; lab.recover() begins a new one")
-            self._control.recovery = policy
+            self.recovery = policy
 
     def arm(self, fault: Fault | None) -> Request[None]:
         """Injects a fault from the next chunk on; None: disarms those that are armed. Returns at once; waiting is optional.
         Raises ArgumentError: a fault that these ranks cannot have. ClusterError: the run does not train."""
-        with self._control.changing():
+        with self.changing():
             if self.state not in (RunState.RUNNING, RunState.PAUSED):
                 raise ClusterError(f"run {self.id} is {self.state.value}; a fault can be armed only while it trains")
             if fault is not None:
                 fault.check(self.spec.world_size, self.step)
-            self._control.asked.append((request := Request[None](), partial(self._driver.arm, fault)))
+            self.asked.append((request := Request[None](), partial(self._driver.arm, fault)))
         return request
 
     def fault_injected(self, unix_s: float) -> None:
@@ -268,34 +200,33 @@ class Run(RunQueries, Awaited["Run"]):
     def suspend(self) -> None:
         """Suspends the run after its chunk, or its pause: its state goes to the host, and others may use the ranks until
         `take_turn`."""
-        with self._control.changing():
-            self._control.suspending = True
+        with self.changing():
+            self.suspending = True
 
     def take_turn(self) -> None:
         """Continues a suspended run; the ranks must be free."""
-        with self._control.changing():
-            self._control.suspending = self._control.suspended = False
+        with self.changing():
+            self.suspending = self.suspended = False
 
     def wait_suspended(self, timeout_s: float | None = None) -> bool:
         """Blocks until the run is suspended or over, or for `timeout_s`. Returns whether it is either."""
-        control = self._control
-        with control.changed:
-            return control.changed.wait_for(lambda: control.suspended or control.state.over, timeout_s)
+        with self.changed:
+            return self.changed.wait_for(lambda: self.suspended or self.state.over, timeout_s)
 
     def pause(self) -> None:
         """Holds after the running chunk; parameters and optimizer state stay on the ranks."""
-        with self._control.changing():
-            self._control.paused = True
+        with self.changing():
+            self.paused = True
 
     def resume(self) -> None:
         """Ends a pause."""
-        with self._control.changing():
-            self._control.paused = False
+        with self.changing():
+            self.paused = False
 
     def stop(self, timeout_s: float = STOP_S, reason: str = "") -> bool:
         """Ends the run: waits a moment for the chunk, then interrupts the step in progress, on all ranks alike, and
         later ends ranks that do not answer. Returns whether it is over within `timeout_s`; 0 only leaves the request."""
-        self._control.request_stop(reason)
+        self.request_stop(reason)
         return self._wait_over(timeout_s) if timeout_s > 0 else self.done
 
     def _check_ranks(self, wanted: Spec) -> None:
@@ -311,14 +242,9 @@ class Run(RunQueries, Awaited["Run"]):
             hint = "give compare a list: world_size=[2, 4]"
             raise SpecError("world_size", "runs that take turns keep their ranks", hint)
 
-    def _check_evaluation(self, spec: Spec) -> None:
-        """Raises SpecError where the Spec holds nothing out for the evaluation."""
-        if self.evaluate is not None:
-            self.evaluate.check(spec)
-
     def _require_live(self, hint: str) -> None:
         """Raises ClusterError where the run is over or stopping. Hold the lock."""
-        if self._control.ending:
+        if self.ending:
             raise ClusterError(f"run {self.id} is {self.state.value}; {hint}")
 
     def _given_up(self, blocking: bool) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdp_lab.base.errors import FieldError, check_whole
 from fsdp_lab.cluster import ClusterError
-from fsdp_lab.runs.control import Request
+from fsdp_lab.runs.view import Request
 from fsdp_lab.spec.checkpoint_format import Checkpoint, check_folder, checkpoints, read
 
 LAST = 3
@@ -78,11 +78,10 @@ class CheckpointSchedule:
     called with the run's lock held, all else by its driver; `taken` may be read by any thread. `config`: None where the
     run takes no checkpoints. `taken`: oldest first."""
 
-    def __init__(self, config: CheckpointConfig | None, run: str, start: int) -> None:
-        """`start`: the step of the checkpoint that the run starts or continues from, which is not saved again."""
-        self.config = config
+    def __init__(self, config: CheckpointConfig | None, run: str) -> None:
+        self.config, self._run = config, run
+        self.start = 0  # the step of the checkpoint that the run starts or continues from, which is not saved again
         self.taken: tuple[SavedCheckpoint, ...] = ()
-        self._run, self.start = run, start
         self._requests: list[Request[Checkpoint]] = []  # for the next checkpoint
         self._waiting: dict[int, list[Request[Checkpoint]]] = {}  # index in `taken` -> requests that it answers
 

@@ -12,11 +12,9 @@ and a step in slow motion end each other before they begin. So all ranks still g
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -141,50 +139,66 @@ class StepMoment:
         return self.table()._repr_html_()
 
 
-class SlowStep:
-    """The step on the ranks; any thread may advance or end it. It does not refer to its iterator, which can be dropped.
-    `moment`: the last one. `events`: one per rank, when the step is over. `over`, `reason`, `error`: whether it is
-    over, and why. `ready`: whether the Spec is applied on the ranks."""
+class SlowMotion(Iterator[StepMoment]):
+    """An iterator over the phases of one training step. Made by `Lab.slow_motion`; begins with the first `next`.
+
+    It ends with the step. If it ends earlier (by `close()`, `with`, Ctrl-C, a new run, another slow motion, or
+    `lab.close()`), the step runs to its end without halts. Any thread may advance or end it.
+
+    Raises, from `next`: the errors of a run, such as RankError, RankLost, or the SpecError of a refused Spec.
+
+    Attributes:
+        moment: the last one; None before the first. events: one per rank, when the step is over; times include the halts.
+        closed, reason: whether there will be no further moment, and why. ready: whether the Spec is applied on the ranks.
+    """
 
     def __init__(self, ranks: Cluster, spec: Spec, prepare: Callable[[Spec], None]) -> None:
         """`prepare(spec)`: called before anything is sent; makes the ranks ready and ends what else is running on them."""
         self.spec = spec
         self.moment: StepMoment | None = None
         self.events: tuple[StepEvent, ...] = ()
-        self.over = False
+        self.closed = self.ready = False
         self.reason = ""
-        self.error: Exception | None = None
         self._ranks, self._prepare = ranks, prepare
         self._calling = threading.Lock()  # held during a call to the ranks: one at a time
         self._end_s: float | None = None  # when its end was requested, on the monotonic clock
         self._end_reason, self._limit_s = "", END_S
-        self.ready = False
         self._under_way = False  # on the ranks
 
-    def advance(self) -> StepMoment | None:
+    def __next__(self) -> StepMoment:
+        try:
+            moment = self._advance()
+        except KeyboardInterrupt:
+            self.end("interrupted")
+            raise
+        if moment is None:
+            raise StopIteration
+        return moment
+
+    def _advance(self) -> StepMoment | None:
         """Runs to the next phase; None when the step is over. Raises what a call to the ranks raises."""
         with self._calling:
-            if self.over or self._end_s is not None:
+            if self.closed or self._end_s is not None:
                 return None
             try:
                 if not self.ready:
                     self._begin()
-                return self._next()
+                return self._next_moment()
             except Interrupted:
                 if self._end_s is None:  # not by `end`, so the step is abandoned
                     self._finish("interrupted")
                 return None
             except Exception as e:
-                self.error = e
                 self._finish(e.sentence if isinstance(e, ClusterError) else str(e))
                 raise
 
     def end(self, why: str, limit_s: float = END_S) -> Exception | None:
-        """Lets the step run to its end without halts. Returns its error; None: there was none. Idempotent."""
+        """Lets the step run to its end without halts. Returns the ranks' error meanwhile, or None. Idempotent."""
         if self._end_s is None:
             self._end_reason, self._limit_s, self._end_s = why, limit_s, time.monotonic()
+        error = None
         with self._calling:
-            if self.over:
+            if self.closed:
                 return None
             try:
                 if self._under_way:
@@ -192,9 +206,9 @@ class SlowStep:
             except Interrupted:
                 pass  # after `limit_s`, or by the user
             except Exception as e:
-                self.error = e
+                error = e
             self._finish(self._end_reason)
-            return self.error
+            return error
 
     def _begin(self) -> None:
         self._prepare(self.spec)
@@ -204,11 +218,10 @@ class SlowStep:
             self._results("apply", run=secrets.token_hex(4), spec=self.spec.to_dict(), fresh=False)
         self.ready = True
 
-    def _next(self) -> StepMoment | None:
+    def _next_moment(self) -> StepMoment | None:
         self._under_way = True
         results = self._results("slow_next")
         if any(r["frame"] is None for r in results):
-            self._under_way = False
             self._take(results)
             self._finish("the step is over")
             return None
@@ -228,67 +241,23 @@ class SlowStep:
         self.events = tuple(StepEvent.from_dict(r["event"]) for r in results if r.get("event") is not None)
 
     def _finish(self, reason: str) -> None:
-        self.reason, self.over, self._under_way = reason, True, False
-
-
-class SlowMotion(Iterator[StepMoment]):
-    """An iterator over the phases of one training step. Made by `Lab.slow_motion`; begins with the first `next`.
-
-    It ends with the step. If it ends earlier (by `close()`, `with`, Ctrl-C, a `break` that drops it, a new run, another slow
-    motion, or `lab.close()`), the step runs to its end without halts. `reason` says why it ended.
-
-    Raises, from `next`: the errors of a run, such as RankError, RankLost, or the SpecError of a refused Spec.
-    """
-
-    def __init__(self, step: SlowStep) -> None:
-        self._step, self.spec = step, step.spec
-        weakref.finalize(self, _end_later, step).atexit = False
-
-    def __next__(self) -> StepMoment:
-        try:
-            moment = self._step.advance()
-        except KeyboardInterrupt:
-            self._step.end("interrupted")
-            raise
-        if moment is None:
-            raise StopIteration
-        return moment
-
-    @property
-    def moment(self) -> StepMoment | None:
-        """The last moment; None before the first."""
-        return self._step.moment
+        self.reason, self.closed, self._under_way = reason, True, False
 
     @property
     def event(self) -> StepEvent | None:
-        """Rank 0's, when the step is over; its times include the halts."""
-        return self._step.events[0] if self._step.events else None
-
-    @property
-    def events(self) -> tuple[StepEvent, ...]:
-        """Those of all ranks, when the step is over."""
-        return self._step.events
-
-    @property
-    def closed(self) -> bool:
-        """Tells whether there will be no further moment."""
-        return self._step.over
-
-    @property
-    def reason(self) -> str:
-        """Says why it is closed."""
-        return self._step.reason
+        """Rank 0's, when the step is over."""
+        return self.events[0] if self.events else None
 
     def close(self) -> None:
         """Lets the step run to its end. Idempotent. Raises errors of the ranks meanwhile."""
-        if (error := self._step.end("closed")) is not None:
+        if (error := self.end("closed")) is not None:
             raise error
 
     def __enter__(self) -> SlowMotion:
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:
-        failure = self._step.end("closed")
+        failure = self.end("closed")
         if failure is not None and kind is None:
             raise failure
 
@@ -296,10 +265,3 @@ class SlowMotion(Iterator[StepMoment]):
         if self.closed:
             return f"<SlowMotion: closed ({self.reason})>"
         return f"<SlowMotion: {repr(self.moment)[1:-1] if self.moment else 'not begun'}>"
-
-
-def _end_later(step: SlowStep) -> None:
-    """A dropped iterator must not wait for ranks on the thread that garbage-collects it."""
-    if not step.over:
-        with contextlib.suppress(RuntimeError):  # at interpreter exit, where the lab ends its ranks itself
-            threading.Thread(target=step.end, args=("dropped",), name="fsdp_lab-slow-end", daemon=True).start()

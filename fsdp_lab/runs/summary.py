@@ -297,15 +297,14 @@ def step_table(steps: Sequence[Step], specs: dict[str, Trained], caption: str = 
     shares = {"MFU": peaks.mfu}
     if any(e.recompute_flops for step in steps for e in step.events):
         shares["HFU"] = peaks.hfu
-    scaled = any(step.events[0].loss_scale is not None for step in steps)
-    losses = ("step", "loss", "grad norm", "lr", *(("loss scale",) if scaled else ()))
     # What utilisation is relative to, where a peak is known.
     best = "; ".join(f"{peak / 1e12:.3g} TFLOPS a rank ({source})" for source, peak in peaks.by_source.items())
     recompute = " (HFU counts recompute)" if "HFU" in shares else ""
     relation = (f"{' and '.join(shares)}{recompute} relative to {best}",) if best else ()
+    measured = ("step", "loss", "grad norm", "lr", "step time", "tokens/s", "TFLOPS/rank")
     return Table(
-        columns=(*losses, "step time", "tokens/s", "TFLOPS/rank", *shares, "peak/rank", "comm/rank", "exposed", "how"),
-        rows=tuple(_row(step, specs.get(step.spec_id), tuple(shares.values()), scaled) for step in steps),
+        columns=(*measured, *shares, "peak/rank", "comm/rank", "exposed", "how"),
+        rows=tuple(_row(step, specs.get(step.spec_id), tuple(shares.values())) for step in steps),
         caption=caption,
         notes=(*legend, *relation, *notes),
         left=frozenset({"how"}),
@@ -315,15 +314,14 @@ def step_table(steps: Sequence[Step], specs: dict[str, Trained], caption: str = 
 Share = Callable[[StepEvent], float | None]
 
 
-def _row(step: Step, spec: Trained | None, shares: Sequence[Share], scaled: bool) -> tuple[str, ...]:
+def _row(step: Step, spec: Trained | None, shares: Sequence[Share]) -> tuple[str, ...]:
     events = step.events
-    rate, scale = events[0].lr, events[0].loss_scale
+    rate = events[0].lr
     return (
         f"{step.number}{'' if step.counts else '*'}",
         known_or_dash(step.mean_loss, ".4f"),
         known_or_dash(events[0].grad_norm, ".3f"),
         "–" if rate is None else f"{rate:.3g}",
-        *(("–" if scale is None else f"{scale:,.0f}",) if scaled else ()),
         duration(step.step_time_s),
         count(step.tokens_per_s),
         known_or_dash(statistics.fmean(e.tflops for e in events), ".3g"),

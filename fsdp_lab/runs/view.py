@@ -1,6 +1,6 @@
 """`RunView`, what can be read of any run, live or stored, and `RunQueries`, the results computed from that.
 
-Also `RunState`, `Switch`, `Awaited`, and the `fingerprint` of the machine that a run was trained on.
+Also `RunState`, `Switch`, `Awaited`, `Request`, and the `fingerprint` of the machine that a run was trained on.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import psutil
 
-from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.errors import ArgumentError, Cause
 from fsdp_lab.base.formatting import Table
 from fsdp_lab.base.generation import Completion
 from fsdp_lab.base.process import usable_cores
+from fsdp_lab.cluster import ClusterError
 from fsdp_lab.export import export_script, export_spec
 from fsdp_lab.runs.diagnosis import Diagnosis, diagnose
 from fsdp_lab.runs.evaluation import EarlyStopping, Evaluation
@@ -42,8 +43,6 @@ T = TypeVar("T")
 
 
 class RunState(enum.Enum):
-    """The state of a run. `fsdp_lab.runs.control.TRANSITIONS` says which may follow which."""
-
     STARTING = "starting"
     RUNNING = "running"
     PAUSED = "paused"
@@ -140,9 +139,33 @@ class Awaited(Generic[T]):
         return self._outcome()
 
 
+class Request(Awaited[T]):
+    """A result that a run was asked for: `await` it, or `wait()`, for it, or for the error that prevented it."""
+
+    _result: T | Exception
+
+    @property
+    def error(self) -> Exception | None:
+        """The error that prevented it; None: nothing, or it is not settled yet."""
+        return self._result if self.done and isinstance(self._result, Exception) else None
+
+    def settle(self, result: T | Exception) -> None:
+        self._result = result
+        self._end()
+
+    def abandon(self) -> None:
+        self.settle(ClusterError("the run ended before this was done"))
+
+    def _outcome(self) -> T:
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
+
+
 class RunView(Protocol):
     """A `Run`, or a stored one. Reading it never waits for a rank. `spec`: the one applied last; of a watched loop,
-    what is known of it. `reason`: why the run is in its state, in a sentence, or empty. `notes`: how far to trust its
+    what is known of it. `reason`: why the run is in its state, in a sentence, or empty. `cause`: of a failure, where it is a
+    known one. `notes`: how far to trust its
     times, a sentence each. `environment`: a `fingerprint`."""
 
     @property
@@ -161,6 +184,8 @@ class RunView(Protocol):
     def state(self) -> RunState: ...
     @property
     def reason(self) -> str: ...
+    @property
+    def cause(self) -> Cause | None: ...
     @property
     def notes(self) -> tuple[str, ...]: ...
     @property
@@ -205,8 +230,7 @@ class RunQueries:
     @property
     def diagnoses(self: RunView) -> tuple[Diagnosis, ...]:
         """Known troubles that its steps, or its failure, show; () for none. See `fsdp_lab.runs.diagnosis`."""
-        failed = self.state in (RunState.FAILED, RunState.BROKEN)
-        return diagnose(self.spec, self.events, self.reason if failed else "")
+        return diagnose(self.spec, self.events, self.cause)
 
     def table(self: RunView, last: int = 10) -> Table:
         """The last steps, one row each, over all ranks. Notes name the last evaluation and the best one."""

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fsdp_lab.base.errors import Cause
 from fsdp_lab.base.hang import LoopPlace, LoopRank, cause_in_loop
+from fsdp_lab.cluster import RankHung
 from fsdp_lab.runs.steps import EventStore
 from fsdp_lab.runs.view import Awaited, RunQueries, RunState, Switch, fingerprint
 from fsdp_lab.spec.loops import WatchedLoop
@@ -38,6 +40,7 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
         self._lock = threading.Lock()
         self._ends: dict[int, Mapping[str, Any]] = {}  # by rank
         self.state, self.reason = RunState.RUNNING, ""
+        self.cause: Cause | None = None
         self.details = ""  # of a hang, the stacks; the cell itself shows what it raised
 
     def take(self, message: Mapping[str, Any]) -> None:
@@ -55,12 +58,13 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
         if rank < self.spec.world_size:
             self._end_rank(rank, {"state": RunState.FAILED.value, "reason": why, "own": True}, last=True)
 
-    def hang(self, why: str, details: str) -> None:
+    def hang(self, hung: RankHung) -> None:
         """Its ranks wait for each other: the loop is over, and its cell is interrupted."""
         with self._lock:
             if self.done:
                 return
-            self.state, self.reason, self.details = RunState.FAILED, why, details
+            self.state, self.reason, self.details = RunState.FAILED, hung.sentence, hung.details
+            self.cause = hung.cause
             self.ended_unix_s = time.time()
         self._end()
         self._interrupt()
@@ -72,7 +76,7 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
             self._ends.setdefault(rank, end)
             if len(self._ends) < self.spec.world_size and not last:
                 return
-            self.state, self.reason = _verdict(dict(sorted(self._ends.items())))
+            self.state, self.reason, self.cause = _verdict(dict(sorted(self._ends.items())))
             self.ended_unix_s = time.time()
         self._end()
 
@@ -98,19 +102,19 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
         return f"<WatchedRun {self.id}: {self.state.value}{reason}, step {self.step}, {self.spec.name}>"
 
 
-def _verdict(ends: Mapping[int, Mapping[str, Any]]) -> tuple[RunState, str]:
-    """State and reason of the whole: of the rank that failed by itself, if one did, with the cause where it is known."""
+def _verdict(ends: Mapping[int, Mapping[str, Any]]) -> tuple[RunState, str, Cause | None]:
+    """State, reason and known cause of the whole: of the rank that failed by itself, if one did."""
     worst = max(ends.values(), key=lambda end: (_ORDER.index(RunState(end["state"])), bool(end["own"])))
     state, reason = RunState(worst["state"]), str(worst["reason"])
     if state is not RunState.FAILED or worst["own"]:
-        return state, reason
+        return state, reason, None
 
     def where(end: Mapping[str, Any]) -> LoopRank:
         place, steps, generates = end.get("place", ""), end.get("steps", 0), end.get("generates", False)
         return LoopRank(place=LoopPlace(place), steps=steps, generates=generates)
 
-    cause = cause_in_loop({rank: where(end) for rank, end in ends.items()})
-    return state, f"{cause}; {reason}" if cause else reason
+    cause, why = cause_in_loop({rank: where(end) for rank, end in ends.items()})
+    return state, f"{why}; {reason}" if cause else reason, cause
 
 
 _ORDER = (RunState.FINISHED, RunState.STOPPED, RunState.FAILED)

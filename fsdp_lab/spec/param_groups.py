@@ -74,8 +74,6 @@ def key_of(groups: Sequence[ParamGroup] | None, name: str, dimensions: int) -> G
 
 # -- names of wrapped models -----------------------------------------------------------------------------------------
 
-# In the reason why weights are refused, by which `fsdp_lab.runs.diagnosis` knows it again.
-WRAPPED_NAMES = "their names are those of a wrapped model"
 _IN_FRONT = "module."  # of DDP and DataParallel; elsewhere a module of the model may be named so
 _ANYWHERE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 

@@ -128,7 +128,7 @@ class Clinic(InputForm):
         if self.sick is None:
             return ""
         named = [d for d in self.sick.diagnoses if d.cause is self.pain.cause]
-        said = [(d.meaning if self.cured is None else d.sentence, d.cure) for d in named]
+        said = [(d.sentence, d.cure) for d in named]
         said = said or [("The lab has not named the cause this time.", "")]
         runs = {"as reproduced": self.sick, **({"cured": self.cured} if self.cured is not None else {})}
         measure = self.pain.measure

@@ -22,14 +22,13 @@ from statistics import median
 from typing import Any
 
 from course import loops
-from fsdp_lab.base.errors import FieldError
+from fsdp_lab.base.errors import Cause, FieldError
 from fsdp_lab.base.events import StepEvent, Track
 from fsdp_lab.base.formatting import duration, size
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.lab import Lab
 from fsdp_lab.models.weights import unwrap_names
 from fsdp_lab.runs import Run, RunState, Step, WatchedRun
-from fsdp_lab.runs.diagnosis import Cause
 from fsdp_lab.spec.spec import Spec
 
 LIMIT_S = 180.0  # of a run

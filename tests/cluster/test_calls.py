@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 
 import pytest
 
-from fsdp_lab.base.errors import SpecError
+from fsdp_lab.base.errors import Cause, SpecError
 from fsdp_lab.base.hang import Hang, Issued
 from fsdp_lab.cluster import Interrupted, RankError, RankHung, RankLost, RankStuck, calls as module
 from fsdp_lab.cluster.calls import Call, Outcome
@@ -72,10 +73,11 @@ def test_an_error_on_one_rank_frees_the_others_and_is_the_one_that_is_raised(lad
 
 def test_a_refusal_stays_a_spec_error_and_a_lost_rank_is_the_cause_whatever_its_peers_said_first(ladder):
     call, _ = ladder(1)
-    call.finish(0, error("SpecError", "x", refusal=["workload.data", "is short", "give more"], fix={"data": "stdlib"}))
+    refused = SpecError("workload.data", "is short", "give more", {"data": "stdlib"}, Cause.LOADING)
+    call.finish(0, error("SpecError", "x", refusal=json.loads(json.dumps(refused.to_dict()))))
     with pytest.raises(SpecError, match="workload.data: is short; give more") as e:
         call.results(1)
-    assert e.value.fix == {"data": "stdlib"}
+    assert e.value.fix == {"data": "stdlib"} and e.value.cause is Cause.LOADING
     call, _ = ladder(2)
     call.finish(0, error("RuntimeError", "connection closed by peer"))
     call.lose(1, lost(1))

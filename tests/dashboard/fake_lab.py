@@ -11,7 +11,6 @@ import math
 import random
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,13 +22,12 @@ from fsdp_lab.base.generation import Sampling
 from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.dashboard.lab_like import active_run
 from fsdp_lab.runs import EventStore, Refusal, RunState, SlowMotion, Sweep, Switch, SwitchRequest
-from fsdp_lab.runs.control import Request
 from fsdp_lab.runs.diagnosis import Diagnosis
 from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig
 from fsdp_lab.runs.recovery import CHECKPOINT, Incident, RecoveryPolicy, refitted
 from fsdp_lab.runs.saving import CheckpointConfig, SavedCheckpoint
-from fsdp_lab.runs.slow_motion import SlowStep
 from fsdp_lab.runs.sweep import combine
+from fsdp_lab.runs.view import Request
 from fsdp_lab.spec.spec import Spec
 from tests import waiting
 from tests.frames import Model, Step
@@ -453,8 +451,7 @@ class FakeLab:
         self.waiting = ""
         self.sweep: Sweep | None = None
         self.closed = False
-        self._slow: weakref.ref[SlowMotion] | None = None
-        self._slow_step: SlowStep | None = None
+        self.slow: SlowMotion | None = None
         self._ids = itertools.count(1)
         self.lost: dict[int, RankLost] = {}
         self.drills: list[tuple[str, int]] = []
@@ -534,7 +531,7 @@ class FakeLab:
         self.spec = (spec or self.spec).replace(**changes)
         if self.sweep is not None:
             self.sweep.stop(5)
-        self._make_room("another run was started", self.current, self._slow_step)
+        self._make_room("another run was started", self.current, self.slow)
         self.begun.append("fresh" if fresh else "continued")
         self.current = FakeRun(f"run-{next(self._ids)}", self.spec, steps=steps, step_s=self.step_s,
                                hosts=self.hosts)  # fmt: skip
@@ -545,7 +542,7 @@ class FakeLab:
     def compare(self, spec: Spec | None = None, *, steps: int = 50, rounds: int = 3, **lists: Any) -> Sweep:
         combined = list(combine(spec or self.spec, lists, lambda base, changes: base.replace(**changes)))
         refused = [one for one in combined if isinstance(one, Refusal)]
-        run, slow = self.current, self._slow_step
+        run, slow = self.current, self.slow
         run = None if run is None or run.done else run
         with self._lock:
             self.sweep = Sweep([one for one in combined if isinstance(one, Spec)], refused, steps=steps, rounds=rounds,
@@ -563,22 +560,18 @@ class FakeLab:
                                    before_step=self.before_step)  # fmt: skip
         return self.current
 
-    @property
-    def slow(self) -> SlowMotion | None:
-        return self._slow() if self._slow is not None else None
-
     def slow_motion(self, spec: Spec | None = None, **changes: Any) -> SlowMotion:
         self.spec = wanted = (spec or self.spec).replace(**changes)
         if wanted.strategy.backend != "lab":
             reason = f"slow motion shows our own engine, and this Spec is for {wanted.strategy.backend}"
             raise SpecError("strategy.backend", reason, "use backend lab", {"backend": "lab"})
-        run, before = self.current, self._slow_step
-        step = SlowStep(self.slow_ranks, wanted, lambda _: self._make_room("slow motion was started", run, before))
-        slow = SlowMotion(step)
-        self._slow, self._slow_step = weakref.ref(slow), step
-        return slow
+        run, before = self.current, self.slow
+        self.slow = SlowMotion(
+            self.slow_ranks, wanted, lambda _: self._make_room("slow motion was started", run, before)
+        )
+        return self.slow
 
-    def _make_room(self, why: str, run: FakeRun | None, slow: SlowStep | None) -> None:
+    def _make_room(self, why: str, run: FakeRun | None, slow: SlowMotion | None) -> None:
         if slow is not None:
             slow.end(why)
         if run is not None:
@@ -587,5 +580,5 @@ class FakeLab:
     def close(self) -> None:
         if self.sweep is not None:
             self.sweep.stop(5)
-        self._make_room("the lab was closed", self.current, self._slow_step)
+        self._make_room("the lab was closed", self.current, self.slow)
         self.closed = True

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdp_lab.base.errors import Cause
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.runs import EventStore, RunState, Switch
 from fsdp_lab.spec.spec import Spec
@@ -22,6 +23,7 @@ class RecordedRun:
     ended_unix_s: float | None = 1.7e9 + 60
     state: RunState = RunState.FINISHED
     reason: str = ""
+    cause: Cause | None = None
     notes: tuple[str, ...] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
     switches: list[Switch] = field(default_factory=list)

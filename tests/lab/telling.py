@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from fsdp_lab.base.errors import Cause
 from fsdp_lab.runs import EventStore, RunState, Switch
 from fsdp_lab.runs.view import RunQueries, fingerprint
 from fsdp_lab.spec.spec import Spec
@@ -21,6 +22,7 @@ class Telling(RunQueries):
         self.id = secrets.token_hex(4)
         self.spec = spec or Spec()
         self.state, self.reason, self.notes = RunState.RUNNING, "", ("a note",)
+        self.cause: Cause | None = None
         self.environment: dict[str, Any] = fingerprint([{"device_name": "CPU"}] * self.spec.world_size)
         self.started_unix_s = time.time() if started_unix_s is None else started_unix_s
         self.ended_unix_s: float | None = None

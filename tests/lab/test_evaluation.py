@@ -9,7 +9,7 @@ import pytest
 from fsdp_lab.base.errors import ArgumentError, FieldError, SpecError
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import EvalConfig, Evaluation, RunState, summarize
-from fsdp_lab.runs.evaluation import EarlyStopping, in_words
+from fsdp_lab.runs.evaluation import EarlyStopping
 from fsdp_lab.runs.steps import assemble
 from fsdp_lab.spec.spec import Spec
 from fsdp_lab.spec.workload import Workload
@@ -38,17 +38,6 @@ def test_a_judge_knows_the_best_and_when_it_is_enough():
     judge.take(0, math.nan)
     assert judge.reason == "the evaluation loss was not finite in 1 evaluation" and judge.best is None
     assert not any((EarlyStopping().take(0, math.nan), EarlyStopping().reason, EarlyStopping().words(Workload())))
-
-
-def test_words_tell_the_perplexity_of_language_alone():
-    judge = EarlyStopping()
-    judge.take(9, 2.0)
-    judge.take(19, 1000.0)
-    said = "evaluation loss 1000.0000 (perplexity inf) at step 19, best 2.0000 (perplexity 7.389) at step 9"
-    assert judge.words(Workload()) == said
-    assert judge.words(Workload(model="vit-1m", data="images")).endswith("best 2.0000 at step 9")
-    assert "perplexity" not in judge.words(Workload(model="/a/folder/that/is/gone"))
-    assert in_words(math.nan, language=False) == "nan"
 
 
 def test_refusals_come_before_anything_starts(lab: Lab):

@@ -16,12 +16,12 @@ import pytest
 from course import exercises
 from course.exercises import Marked
 from course.pains import PAINS
+from fsdp_lab.base.errors import Cause
 from fsdp_lab.base.events import Traffic
 from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.lab import Lab
 from fsdp_lab.planner.questions import Target
 from fsdp_lab.runs import RunState
-from fsdp_lab.runs.diagnosis import Cause
 from fsdp_lab.runs.history import History
 from fsdp_lab.runs.recovery import BEGINNING, REPLICA, Incident
 from fsdp_lab.runs.steps import EventStore

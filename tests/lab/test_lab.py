@@ -56,8 +56,7 @@ def test_a_run_that_nobody_holds_is_let_go(lab: Lab):
     first = weakref.ref(lab.run(steps=3).wait(20))
     lab.run(steps=3).wait(20)
     lab.run(steps=3).wait(20)
-    gc.collect()
-    until(lambda: first() is None)
+    until(lambda: first() is None, meanwhile=gc.collect)
 
 
 def test_await_leaves_the_loop_alive(lab: Lab):
@@ -454,15 +453,11 @@ def test_it_is_waited_for_from_any_loop_and_ended_once(caplog: pytest.LogCapture
     assert answer.wait() == asyncio.run(cell()) == asyncio.run(cell()) == 42 and not caplog.records
 
 
-def test_a_transition_that_is_not_in_the_table_is_refused():
-    control = RunControl()
+def test_the_first_reason_of_a_stop_counts_and_none_after_the_end():
+    control = RunControl(Spec())
     control.request_stop("enough")
     control.request_stop("again")
     assert (control.state, control.reason, control.ending) == (RunState.STOPPING, "enough", True)
-    with pytest.raises(RuntimeError, match="cannot change from STOPPING to RUNNING"):
-        control.set_state(RunState.RUNNING)
     control.finish(RunState.STOPPED, "enough")
     control.request_stop("too late")
-    with pytest.raises(RuntimeError, match="from STOPPED to RECOVERING"):
-        control.set_state(RunState.RECOVERING)
     assert (control.state, control.reason) == (RunState.STOPPED, "enough")

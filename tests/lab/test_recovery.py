@@ -238,7 +238,7 @@ def test_nothing_to_recover_and_bad_words_are_refused(lab: Lab, tmp_path: Path) 
 
 def test_a_checkpoint_that_was_given_up_and_is_written_after_all_holds_up_no_later_one(tmp_path: Path) -> None:
     """As where a step fails meanwhile, and the ranks go on."""
-    schedule = CheckpointSchedule(CheckpointConfig(folder=tmp_path), "run", start=0)
+    schedule = CheckpointSchedule(CheckpointConfig(folder=tmp_path), "run")
     for step in (5, 10):
         schedule.take("step", step, lambda step=step: [{"step": step, "seconds": 0.1, "waited_s": 0.0}])
         if step == 5:

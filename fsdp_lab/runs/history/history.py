@@ -23,7 +23,7 @@ from typing import Any, TypeVar, overload
 
 import platformdirs
 
-from fsdp_lab.base.errors import ArgumentError, FieldError, check_whole, is_number
+from fsdp_lab.base.errors import ArgumentError, Cause, FieldError, check_whole, is_number
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.base.formatting import Table, count
 from fsdp_lab.base.process import Identity
@@ -62,7 +62,9 @@ class StoredRun(RunQueries):
         self.started_unix_s, self.ended_unix_s = float(row["started_unix_s"]), row["ended_unix_s"]
         self.step, self.tokens_per_s, self.loss = int(row["step"]), row["tokens_per_s"], row["loss"]
         self.state, self.reason = RunState(row["state"]), str(row["reason"])
-        self.environment: Mapping[str, Any] = json.loads(row["environment"])
+        self.environment: dict[str, Any] = json.loads(row["environment"])
+        cause = self.environment.pop("cause", None)  # beside it, so that files of before can be read
+        self.cause = Cause(cause) if cause else None
         self.notes: tuple[str, ...] = tuple(json.loads(row["notes"]))
         kernel = Identity(pid=row["pid"], born=row["born"])
         if not self.state.over and not kernel_alive(row["host"], kernel, row["seen_unix_s"]):

@@ -279,7 +279,7 @@ def _row(run: RunView) -> dict[str, Any]:
         "started_unix_s": run.started_unix_s,
         "ended_unix_s": run.ended_unix_s,
         "notes": json.dumps(list(run.notes)),
-        "environment": json.dumps(dict(run.environment)),
+        "environment": json.dumps({**run.environment, "cause": run.cause}),
     }
 
 
