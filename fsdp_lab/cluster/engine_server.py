@@ -186,10 +186,10 @@ def become_engine(orders: Orders) -> None:
 def main(descriptor: int, module: str | None) -> None:
     from ipyparallel.engine.app import main as run_engine
 
-    from fsdp_lab.cluster.remote import load
+    from fsdp_lab.cluster.remote import import_code
 
     with contextlib.suppress(Exception):  # a rank imports it again, and says what is wrong
-        load(module)
+        import_code(module)
     become_engine(EngineServer(socket.socket(fileno=descriptor)).serve())
     run_engine()
 

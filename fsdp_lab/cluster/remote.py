@@ -249,13 +249,18 @@ def rank_code(module: str | None) -> Any:
 
 
 def load(module: str | None, owner: str) -> None:
-    """Makes this rank the owner's, closes the session of the former owner, and imports the rank's code and torch, which
-    takes seconds. What imports allocate is permanent: it is not collected now, and frozen so that later collections, at each
-    switch, skip it. Freezing later would also keep a session with its groups and connections."""
+    """Makes this rank the owner's, closes the session of the former owner, and imports the rank's code, which takes
+    seconds."""
     leave()
     resident().owner = owner
     with contextlib.suppress(OSError):  # where memory ends, Linux ends a rank, and not the kernel or its server
         Path("/proc/self/oom_score_adj").write_text(FIRST_TO_GO)
+    import_code(module)
+
+
+def import_code(module: str | None) -> None:
+    """Imports the rank's code and torch. What imports allocate is permanent: it is not collected now, and frozen so that later
+    collections, at each switch, skip it. Freezing later would also keep a session with its groups and connections."""
     gc.disable()
     try:
         rank_code(module)
