@@ -259,8 +259,8 @@ def load(module: str | None, owner: str) -> None:
 
 
 def import_code(module: str | None) -> None:
-    """Imports the rank's code and torch. What imports allocate is permanent: it is not collected now, and frozen so that later
-    collections, at each switch, skip it. Freezing later would also keep a session with its groups and connections."""
+    """Imports the rank's code and torch. What imports allocate is permanent: it is not collected now, and frozen so that
+    later collections, at each switch, skip it. Freezing later would also keep a session with its groups and connections."""
     gc.disable()
     try:
         rank_code(module)

@@ -280,27 +280,60 @@ def _score(rows: Responses, errors: TimeErrors) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Coverage:
-    """Shares of rows that lie in bands made without their source, and mean widths, ln(high / low); sources weigh alike."""
+class SourceCoverage:
+    """Rows of a source that lie in bands made without it; `width`: mean ln(high / low) of the 80 % band."""
 
-    share: float
-    share_of_half: float  # in the 50 % band
+    source: str
+    rows: int
+    inside_50: int
+    inside_80: int
     width: float
-    constant_width: float  # of the narrowest +-x % that holds 80 % of the rows
+
+    @property
+    def expected(self) -> tuple[int, int]:
+        """Rows inside that a binomial distribution with 80 % gives in nine of ten cases."""
+        each = [math.comb(self.rows, k) * COVERED**k * (1 - COVERED) ** (self.rows - k) for k in range(self.rows + 1)]
+        below = np.cumsum(each)
+        return int(np.searchsorted(below, 0.05)), int(np.searchsorted(below, 0.95))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coverage:
+    sources: tuple[SourceCoverage, ...]
+    constant_width: float  # of the narrowest +-x % that holds 80 % of the rows, sources weighted alike
+
+    def share(self, level: float = COVERED) -> float:
+        """Of the rows inside, sources weighted alike."""
+        inside = [(s.inside_80 if level == COVERED else s.inside_50) / s.rows for s in self.sources]
+        return sum(inside) / len(inside)
+
+    @property
+    def width(self) -> float:
+        return sum(s.width for s in self.sources) / len(self.sources)
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "inside_80": self.share(), "inside_50": self.share(0.5), "mean_width": self.width,
+            "constant_width": self.constant_width,
+            "sources": {s.source: {"rows": s.rows, "inside_80": s.inside_80, "inside_50": s.inside_50, "width": s.width,
+                                   "expected": list(s.expected)} for s in self.sources},
+        }  # fmt: skip
 
 
 def coverage(rows: Responses, start: TimeErrors = PUBLISHED_ERRORS) -> Coverage:
-    """Of bands whose sizes and quantiles were found without the source of a row."""
-    each = []
+    """Of every source, in bands whose sizes and quantiles were found without it."""
+    covered = []
     for source in dict.fromkeys(rows.sources.tolist()):
         errors = fit_errors(rows.without(source), start)
         of_source = rows.sources == source
         normalised = rows.normalised(errors)[of_source]
-        below, above = (side[of_source] for side in rows.scales(errors))
+        below, above = (each[of_source] for each in rows.scales(errors))
         half, most = errors.quantiles.at(0.5), errors.quantiles.at(COVERED)
-        each.append([(normalised <= most).mean(), (normalised <= half).mean(), (most * (below + above)).mean()])
-    share, share_of_half, width = np.mean(each, axis=0).tolist()
+        covered.append(SourceCoverage(
+            source=source, rows=int(of_source.sum()), inside_50=int((normalised <= half).sum()),
+            inside_80=int((normalised <= most).sum()), width=float((most * (below + above)).mean()),
+        ))  # fmt: skip
     counts: Mapping[str, int] = Counter(rows.sources.tolist())
     alike = np.array([1.0 / counts[source] for source in rows.sources])
     constant = 2 * weighted_quantile(np.abs(rows.errors), alike, COVERED)
-    return Coverage(share=share, share_of_half=share_of_half, width=width, constant_width=constant)
+    return Coverage(sources=tuple(sorted(covered, key=lambda s: -s.rows)), constant_width=constant)

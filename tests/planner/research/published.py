@@ -7,6 +7,7 @@ shape, no number of GPUs) or is of another kind of parallelism.
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from fsdp_lab.planner.model_shape import ModelShape
 from fsdp_lab.planner.plan import Plan
 from fsdp_lab.spec.spec import Spec
 from tests.planner.research.models import NamedModel, gpt_model, llama_model, named_model, shape_of
-from tests.planner.research.software import planned, planned_memory, planned_s
+from tests.planner.research.software import peak_of_kind, planned, planned_memory, planned_s
 from tests.planner.research.tape import Attention, Software
 
 Row = Mapping[str, str]
@@ -80,14 +81,27 @@ class _Reader:
         return "@".join((self.row.get(column) or "").strip() for column in columns)
 
     def number(self, column: str) -> float | None:
-        return float(given) if (given := self.text(column)) else None
+        given = self.text(column)
+        if not given:
+            return None
+        try:
+            value = float(given)
+        except ValueError:
+            raise ArgumentError(column, f"{given!r} is not a number", "give a number, or leave it empty") from None
+        if not math.isfinite(value) or value <= 0:
+            raise ArgumentError(column, f"{given!r} is refused", "give a number above 0, or leave it empty")
+        return value
 
     def whole(self, column: str, default: Any = None) -> Any:
         """A whole number; if it is empty the default, which is noted, or an error if the default is None."""
         value = self.number(column)
-        if value is None and default is None:
+        if value is not None:
+            if value != int(value):
+                raise ArgumentError(column, f"{value} is refused", "give a whole number")
+            return int(value)
+        if default is None:
             raise ArgumentError(column, "it is empty", "fill it in")
-        return self.assume(column, default) if value is None else int(value)
+        return self.assume(column, default)
 
     def assume(self, column: str, value: Any) -> Any:
         self.assumed[column] = value
@@ -159,10 +173,15 @@ _SIZES: Mapping[str, str] = {
 
 
 def _model(reader: _Reader) -> NamedModel:
-    """The row's model, by its name or its sizes."""
+    """The row's model. Raises ArgumentError if neither its name nor its sizes are enough."""
     numbers = {name: reader.number(column) for column, name in _SIZES.items()}
     given: dict[str, Any] = {name: int(number) for name, number in numbers.items() if number is not None}
-    model = named_model(reader.text("model")) or _model_of_sizes(reader, **given)
+    model = named_model(reader.text("model"))
+    if model is None:
+        if not {"layers", "hidden"} <= given.keys():
+            raise ArgumentError("model", f"{reader.text('model') or 'nothing'!r} is not known, and the row gives no sizes",
+                            "fill in n_layers and hidden, or name a model such as llama-3 8b")  # fmt: skip
+        model = _model_of_sizes(reader, **given)
     for column, name in _SIZES.items():
         if name not in given:
             reader.assume(column, getattr(model, name))
@@ -229,6 +248,9 @@ def _source(reader: _Reader) -> str:
 def _shard_size(strategy: str, ranks: int, per_host: int) -> int:
     if replicas := re.search(r"\((\d+)x(\d+)\)", strategy):
         return ranks // int(replicas[1])
+    if ranks % per_host or ranks <= per_host:
+        raise ArgumentError("strategy", f"{strategy} on {ranks} GPUs in hosts of {per_host}: no shard group is known",
+                        "name it as HYBRID_SHARD (replicas x shard)")  # fmt: skip
     return per_host
 
 
@@ -293,7 +315,11 @@ ONE_CARD_GBIT = 200.0
 
 def _machine(reader: _Reader, ranks: int, per_host: int) -> Machine:
     text, memory, network_text = reader.text("gpu"), reader.number("gpu_mem_gb"), reader.text("interconnect")
-    gpu = str(_first(_GPUS, text))
+    gpu = _first(_GPUS, text)
+    if gpu is None:
+        raise ArgumentError(
+            "gpu", f"{text or 'nothing'!r} is not known", f"use one of {', '.join(n for _, n in _GPUS)}"
+        )
     if gpu == "a100-80" and memory is not None and memory < 60:
         gpu = "a100-40"
     elif gpu == "h100" and memory is not None and 90 <= memory <= 100:
@@ -313,6 +339,13 @@ def _machine(reader: _Reader, ranks: int, per_host: int) -> Machine:
 
 
 # -- what a row measured ---------------------------------------------------------------------------------------------
+
+
+def peak_in_unit(planned: MemoryPlan, row: Row) -> float | None:
+    """A predicted peak in the row's `peak_mem_unit` and of its `peak_mem_kind`; None for an unknown unit."""
+    unit, capacity_gib = unit_bytes(row), (row.get("gpu_mem_gb") or "").strip()
+    capacity = float(capacity_gib) * GIB if capacity_gib else float("inf")
+    return None if unit is None else peak_of_kind(planned, memory_kind(row), capacity) / unit
 
 
 def memory_kind(row: Row) -> str:

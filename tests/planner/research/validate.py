@@ -1,6 +1,6 @@
-"""Predictions against published measurements: `lines` of all, `checks` of ratios, `memory_rows` of peak memory.
+"""Predictions against published measurements: `validate` of step times, `checks` of ratios, `memory_rows` of peak memory.
 
-Step times are cross-validated. Each fold leaves out one source; the largest source, llm-foundry, is split by GPU and model
+`validate` is a cross-validation. Each fold leaves out one source; the largest source, llm-foundry, is split by GPU and model
 size. Errors are averaged over rows, and over sources first, so that two hundred rows of one source do not decide alone.
 """
 
@@ -11,9 +11,11 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fsdp_lab.base.errors import FieldError
-from tests.planner.research.fitting import Responses, coverage, leave_out
+from fsdp_lab.planner.bands import COVERED
+from tests.planner.research.fitting import Responses, coverage, leave_out, memory_quantiles
 from tests.planner.research.published import PublishedCase, Row, case, memory_kind, unit_bytes
 from tests.planner.research.software import peak_of_kind
 
@@ -30,11 +32,35 @@ class Held:
     """A row and its prediction without its fold. `error`: predicted / measured - 1."""
 
     case: PublishedCase
+    fold: str
     predicted_s: float
 
     @property
     def error(self) -> float:
         return self.predicted_s / (self.case.measured_s or 1.0) - 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"id": self.case.id, "source": self.case.source, "fold": self.fold, "measured_s": self.case.measured_s,
+                "predicted_s": self.predicted_s, "error": self.error}  # fmt: skip
+
+
+def validate(rows: Sequence[Row]) -> dict[str, Any]:
+    """Predicts every usable row with rates fitted to the other folds. Takes a minute or two. Errors are fractions:
+    predicted / measured - 1. Widths are ln(high / low). `constant_mfu`: of predictions by a constant MFU per GPU."""
+    cases, refused = usable(rows)
+    fits = leave_out(cases, fold)
+    held = [Held(case=c, fold=fold(c), predicted_s=c.predicted_s(fits[fold(c)])) for c in cases]
+    stress = [Held(case=c, fold="stress", predicted_s=c.predicted_s())
+              for c in (case(row) for row in rows if row["id"] in STRESS)]  # fmt: skip
+    covered = coverage(Responses.of(cases, lambda one: fits[fold(one)]))
+    constant = by_constant(cases)
+    return {
+        "rows": [row.to_dict() for row in held], **summary(held), "sources": grouped(held, lambda row: row.case.source),
+        "constant_mfu": summary(constant), "by_binding": grouped(held, binding), "by_ranks": grouped(held, size_class),
+        "coverage": covered.to_dict(), "stress": [row.to_dict() for row in stress],
+        "checks": [vars(check) for check in checks(rows)], "refused": dict(refused),
+        "memory": [peak.to_dict() for peak in memory_rows(rows)[0]],
+    }  # fmt: skip
 
 
 def usable(rows: Iterable[Row]) -> tuple[list[PublishedCase], list[tuple[str, str]]]:
@@ -84,7 +110,7 @@ def by_constant(cases: Sequence[PublishedCase]) -> list[Held]:
         others = [c for c in cases if fold(c) != fold(one)]
         same_gpu = [c for c in others if c.machine.device.name == one.machine.device.name] or others
         mfu = sum(mfus[c.id] for c in same_gpu) / len(same_gpu)
-        held.append(Held(case=one, predicted_s=at_peak_s[one.id] / mfu))
+        held.append(Held(case=one, fold=fold(one), predicted_s=at_peak_s[one.id] / mfu))
     return held
 
 
@@ -104,9 +130,21 @@ def grouped(held: Sequence[Held], key: Callable[[Held], str]) -> dict[str, dict[
             for name, group in groups.items()}  # fmt: skip
 
 
-def by_source_mape(held: Sequence[Held]) -> float:
+def summary(held: Sequence[Held]) -> dict[str, Any]:
     sources = grouped(held, lambda row: row.case.source)
-    return sum(s["mape"] for s in sources.values()) / len(sources)
+    return {"by_row_mape": mape(held), "by_source_mape": sum(s["mape"] for s in sources.values()) / len(sources),
+            "worst": max(held, key=lambda row: abs(row.error)).to_dict()}  # fmt: skip
+
+
+def binding(row: Held) -> str:
+    """What binds at the package's rates, and for communication whether the network is stated."""
+    plan = row.case.plan()
+    network = "assumed" if "network" in plan.assumed else "stated"
+    return f"communication, network {network}" if plan.binding == "communication" else plan.binding
+
+
+def size_class(row: Held) -> str:
+    return next((f"up to {most} GPUs" for most in (8, 64, 256) if row.case.machine.ranks <= most), "more GPUs")
 
 
 # -- ratios ----------------------------------------------------------------------------------------------------------
@@ -182,6 +220,9 @@ class MemoryRow:
         """Relative to the measurement."""
         return self.predicted_bytes / self.measured_bytes - 1
 
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
 
 def memory_rows(rows: Iterable[Row]) -> tuple[list[MemoryRow], list[tuple[str, str]]]:
     """Rows that have a peak and can be predicted; and (row id, reason) of those that cannot."""
@@ -202,6 +243,17 @@ def memory_rows(rows: Iterable[Row]) -> tuple[list[MemoryRow], list[tuple[str, s
     return peaks, refused
 
 
+def memory_coverage(rows: Sequence[MemoryRow], level: float = COVERED) -> float:
+    """The share of the explained rows in bands that were made without their source, with sources weighted alike."""
+    pairs = list(zip(*log_memory_errors(rows), strict=True))
+    shares = []
+    for source in dict.fromkeys(s for _, s in pairs):
+        half = memory_quantiles(*zip(*((e, s) for e, s in pairs if s != source), strict=True)).at(level)
+        inside = [abs(e) <= half for e, s in pairs if s == source]
+        shares.append(sum(inside) / len(inside))
+    return sum(shares) / len(shares)
+
+
 def log_memory_errors(rows: Sequence[MemoryRow]) -> tuple[list[float], list[str]]:
     """ln(measured / predicted) and source of the explained rows."""
     explained = [row for row in rows if row.is_explained]
@@ -211,46 +263,48 @@ def log_memory_errors(rows: Sequence[MemoryRow]) -> tuple[list[float], list[str]
 # -- text ------------------------------------------------------------------------------------------------------------
 
 
-def lines(rows: Sequence[Row]) -> list[str]:
-    """Every usable row, predicted with rates fitted to the other folds; takes a minute or two. Errors are fractions,
-    predicted / measured - 1, beside those of a constant MFU. Widths are ln(high / low)."""
-    cases, _ = usable(rows)
-    fits, constant = leave_out(cases, fold), by_constant(cases)
-    held = [Held(case=one, predicted_s=one.predicted_s(fits[fold(one)])) for one in cases]
-    stress = [
-        Held(case=one, predicted_s=one.predicted_s()) for one in (case(row) for row in rows if row["id"] in STRESS)
-    ]
-    covered = coverage(Responses.of(cases, lambda one: fits[fold(one)]))
-    by_source, usual = (grouped(each, lambda row: row.case.source) for each in (held, constant))
-    worst, worst_usual = (max(each, key=lambda row: abs(row.error)) for each in (held, constant))
+def lines(d: Mapping[str, Any], constant: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """`validate` as text. constant: its errors by source of a constant MFU."""
 
-    def row(name: str, g: Mapping[str, float], usual: float) -> str:
-        return f"{name[:52]:52s} {g['rows']:4.0f} {g['mape']:7.1%} {g['bias']:+7.1%} {usual:13.1%}"
+    def row(name: str, g: Mapping[str, float]) -> str:
+        return f"{name[:52]:52s} {g['rows']:4d} {g['mape']:7.1%} {g['bias']:+7.1%}"
 
+    sources = sorted(d["sources"].items(), key=lambda item: -item[1]["mape"])
+    of_constant, worst, usual = d["constant_mfu"], d["worst"], d["constant_mfu"]["worst"]
+    bias = sum(one["error"] for one in d["rows"]) / len(d["rows"])
+    every = {"rows": len(d["rows"]), "mape": d["by_row_mape"], "bias": bias}
+    c = d["coverage"]
     return [
-        f"Error of step time, {len(held)} rows of {len(by_source)} sources, each predicted without its own fold:",
+        f"Error of step time, {len(d['rows'])} rows of {len(sources)} sources, each predicted without its own fold:",
         f"{'':52s} {'rows':>4s} {'error':>7s} {'bias':>7s} {'constant MFU':>13s}",
-        *(row(name, group, usual[name]["mape"]) for name, group in sorted(by_source.items(), key=lambda of: -of[1]["mape"])),
-        row("average by row", grouped(held, lambda row: "")[""], mape(constant)),
-        f"{'average by source':52s} {'':4s} {by_source_mape(held):7.1%} {'':7s} {by_source_mape(constant):13.1%}",
-        f"worst: {worst.case.id}, {worst.error:+.1%}; with a constant MFU {worst_usual.case.id}, {worst_usual.error:+.1%}",
-        "",
-        f"Bands, each made without its source: the 80 % band holds {covered.share:.0%} of the rows, the 50 % band"
-        f" {covered.share_of_half:.0%}, with sources weighted alike;",
-        f"its mean width is ln(high/low) {covered.width:.2f}, {covered.width / covered.constant_width:.2f} of the"
+        *(f"{row(name, group)} {constant[name]['mape']:13.1%}" for name, group in sources),
+        f"{row('average by row', every)} {of_constant['by_row_mape']:13.1%}",
+        f"{'average by source':52s} {'':4s} {d['by_source_mape']:7.1%} {'':7s} {of_constant['by_source_mape']:13.1%}",
+        f"worst: {worst['id']}, {worst['error']:+.1%}; with a constant MFU {usual['id']}, {usual['error']:+.1%}", "",
+        *(row(f"by what binds: {name}", group) for name, group in sorted(d["by_binding"].items())),
+        *(row(f"by size: {name}", group) for name, group in sorted(d["by_ranks"].items())), "",
+        f"Bands, each made without its source: the 80 % band holds {c['inside_80']:.0%} of the rows, the 50 % band"
+        f" {c['inside_50']:.0%}, with sources weighted alike;",
+        f"its mean width is ln(high/low) {c['mean_width']:.2f}, {c['mean_width'] / c['constant_width']:.2f} of the"
         " narrowest +-x % that holds 80 %.",
+        f"{'sources of 10 rows or more':52s} {'rows':>4s} {'inside':>7s} {'expected':>9s} {'width':>6s}",
+        *(f"{name[:52]:52s} {s['rows']:4d} {s['inside_80']:7d} {'{}-{}'.format(*s['expected']):>9s} {s['width']:6.2f}"
+          f"{'' if s['expected'][0] <= s['inside_80'] <= s['expected'][1] else '  !'}"
+          for name, s in c["sources"].items() if s["rows"] >= 10),
         "", "Stress tests of communication, not in the averages:",
-        *(f"{one.case.id:52s} {one.error:+12.1%}" for one in stress),
+        *(f"{one['id']:52s} {one['error']:+12.1%}" for one in d["stress"]),
         "", f"{'Throughput of a GPU, as a ratio':52s} {'published':>9s} {'predicted':>9s} {'points':>7s}",
-        *(f"{one.name:52s} {one.published:9.3f} {one.predicted:9.3f} {100 * (one.predicted - one.published):+7.1f}"
-          for one in checks(rows)),
-        "", "Peak memory:", *memory_lines(memory_rows(rows)[0]),
+        *(f"{one['name']:52s} {one['published']:9.3f} {one['predicted']:9.3f}"
+          f" {100 * (one['predicted'] - one['published']):+7.1f}" for one in d["checks"]),
+        "", "Peak memory:", *memory_lines([MemoryRow(**one) for one in d["memory"]]),
     ]  # fmt: skip
 
 
 def memory_lines(rows: Sequence[MemoryRow]) -> list[str]:
     """Errors by kind and source, as text, with and without the rows that no Spec describes."""
-    text = []
+    text = [
+        f"Bands of memory, each made without its source: the 80 % band holds {memory_coverage(rows):.0%} of the rows."
+    ]
     for kind in dict.fromkeys(row.kind for row in rows):
         of_kind = [row for row in rows if row.kind == kind]
         explained = [row for row in of_kind if row.is_explained]
