@@ -38,7 +38,6 @@ KERNEL = RANKS | {
     "tornado",
     "traitlets",
     "platformdirs",
-    "yaml",
 }
 SCREEN = KERNEL | {"bokeh", "ipywidgets", "anywidget", "rich", "jupyter_core", "packaging"}
 FLOORS: tuple[tuple[int, str, frozenset[str]], ...] = (

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 # Import name -> distribution, if not the same.
-DISTRIBUTIONS = {"IPython": "ipython", "PIL": "pillow", "yaml": "pyyaml"}
+DISTRIBUTIONS = {"IPython": "ipython", "PIL": "pillow"}
 
 
 class Cause(StrEnum):

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
-from fsdp_lab.engine.schedule import Point, UnitCall
+from fsdp_lab.engine.schedule import Direction, Point, PointSide, UnitCall
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,3 +183,102 @@ class ModelShape:
         if self.calls:
             return tuple(UnitCall(unit, parent) for unit, parent in self.calls)
         return (UnitCall(0), *(UnitCall(i, 0) for i in range(1, len(self.units))))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists and scalars. Equal units, sizes and segments are written once."""
+        units, sizes, changes = _Table(), _Table(), _Table()
+        sequence = [units.number(_unit_to_dict(unit)) for unit in self.units]
+
+        def to_row(segment: TapeSegment) -> list[int]:
+            row = [_change_to_list(c, sizes.number(_terms(c.size))) for c in segment.changes]
+            p = segment.point
+            return [_DIRECTIONS.index(p.direction), p.call, _MOMENTS.index(p.moment), changes.number(row)]
+
+        tapes = {name: [to_row(segment) for segment in tape] for name, tape in self.tapes.items()}
+        d: dict[str, Any] = {"name": self.name, "units": units.rows, "sequence": sequence}
+        d["image_tokens"] = self.image_tokens
+        d |= {"calls": [list(call) for call in self.calls], "unit_names": list(self.unit_names), "sizes": sizes.rows}
+        d |= {"changes": changes.rows, "tapes": tapes, "buffers_bytes": self.buffers_bytes}
+        return {**d, "batch": _terms(self.batch)}
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> ModelShape:
+        units = [_unit_from_dict(row) for row in d["units"]]
+        sizes = [_size(terms) for terms in d["sizes"]]
+        changes = [tuple(_change_from_list(x, sizes) for x in row) for row in d["changes"]]
+
+        def segment(direction: int, call: int, moment: int, row: int) -> TapeSegment:
+            return TapeSegment(Point(_DIRECTIONS[direction], call, _MOMENTS[moment]), changes[row])
+
+        return cls(
+            name=d["name"],
+            units=tuple(units[i] for i in d["sequence"]),
+            image_tokens=d["image_tokens"],
+            calls=tuple((unit, parent) for unit, parent in d["calls"]),
+            unit_names=tuple(d["unit_names"]),
+            tapes={name: tuple(segment(*row) for row in tape) for name, tape in d["tapes"].items()},
+            buffers_bytes=d["buffers_bytes"],
+            batch=_size(d["batch"]),
+        )
+
+
+class _Table:
+    """Distinct rows, each with its number."""
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+        self._numbers: dict[Any, int] = {}
+
+    def number(self, row: Any) -> int:
+        key = repr(row)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.rows)
+            self.rows.append(row)
+        return self._numbers[key]
+
+
+_DIRECTIONS = (Direction.FORWARD, Direction.BACKWARD, Direction.UPDATE)
+_MOMENTS = (PointSide.BEFORE, PointSide.AFTER)
+
+
+_KINDS = (ALLOCATED, FREED, MADE, ARRIVED)
+
+
+def _terms(size: SizeFormula) -> list[list[float]]:
+    return [list(term) for term in size.terms]
+
+
+def _size(terms: Any) -> SizeFormula:
+    return SizeFormula(tuple((b, t, c) for b, t, c in terms))
+
+
+def _change_to_list(change: TapeChange, size: int) -> list[int]:
+    whose = () if change.index < 0 else (change.index,) if change.unit is None else (change.index, change.unit)
+    return [_KINDS.index(change.kind), size, *whose]
+
+
+def _change_from_list(row: Sequence[int], sizes: Sequence[SizeFormula]) -> TapeChange:
+    kind, size, *whose = row
+    index = whose[0] if whose else -1
+    return TapeChange(_KINDS[kind], sizes[size], whose[1] if len(whose) > 1 else None, index)
+
+
+def _unit_to_dict(unit: UnitShape) -> dict[str, Any]:
+    d: dict[str, Any] = {"name": unit.name, "parameters": list(unit.parameters)}
+    d |= {"shapes": [list(s) for s in unit.shapes], "full_precision": list(unit.full_precision)}
+    d |= {"pair_flops": unit.pair_flops}
+    d["products"] = [[p.inputs, p.outputs, p.count, p.share] for p in unit.products]
+    d["saved"] = {k: _terms(v) for k, v in unit.saved.items()}
+    d["kernels"] = {k: [[one.count, _terms(one.size)] for one in v] for k, v in unit.kernels.items()}
+    d |= {name: getattr(unit, name) for name in ("boundary_elements", "heads", "causal", "share")}
+    return d | ({"frozen": list(unit.frozen), "has_backward": unit.has_backward} if unit.frozen else {})
+
+
+def _unit_from_dict(d: Mapping[str, Any]) -> UnitShape:
+    products = (MatMul(inputs=i, outputs=o, count=n, share=share) for i, o, n, share in d["products"])
+    saved = {k: _size(terms) for k, terms in d["saved"].items()}
+    kernels = {k: tuple(Kernels(count, _size(terms)) for count, terms in v) for k, v in d.get("kernels", {}).items()}
+    read: dict[str, Any] = {name: tuple(d[name]) for name in ("parameters", "full_precision")}
+    read |= {"frozen": tuple(d.get("frozen", ()))}
+    read |= {"shapes": tuple(map(tuple, d["shapes"])), "products": tuple(products), "saved": saved, "kernels": kernels}
+    return UnitShape(**{**d, **read})

@@ -15,7 +15,7 @@ from fsdp_lab.models.flops import count_flops
 from fsdp_lab.models.presets import PRESETS, key_of
 from fsdp_lab.planner.calibration import references
 from fsdp_lab.planner.model_shape import ALLOCATED, ARRIVED, FREED, MADE
-from fsdp_lab.planner.shapes import packaged, shape_for
+from fsdp_lab.planner.shapes import packaged_jsons, shape_for
 from fsdp_lab.planner.shapes.recorded import shape_of
 from fsdp_lab.planner.shapes.tape import size_of
 
@@ -58,7 +58,7 @@ def test_the_file_says_what_a_recording_says(name: str) -> None:
 def test_so_are_the_models_of_a_calibration(device: str) -> None:
     """Else a kernel would record them while its user waits."""
     models = [spec.workload.model for ranks in (1, 2) for _, spec in references(ranks, ["bf16"], [device] * ranks)]
-    assert {key_of(model) for model in models} <= packaged().keys()
+    assert {key_of(model) for model in models} <= packaged_jsons().keys()
 
 
 @pytest.mark.parametrize("name", ["gpt2-124m", "vit-1m"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import pickle
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib import resources
@@ -76,7 +75,7 @@ def shape_for(
 def is_packaged(model: str | Mapping[str, Any], wrap: str, frozen: Patterns, lora: Lora | None, dropout: str) -> bool:
     """Returns whether `shape_for` takes milliseconds."""
     is_plain = (frozen, lora, dropout) == (None, None, "off") and not wrap.startswith(("class:", "min_params:"))
-    return is_plain and key_of(model) in packaged()
+    return is_plain and key_of(model) in packaged_jsons()
 
 
 @lru_cache(maxsize=64)
@@ -93,16 +92,15 @@ def _recorded(model: str, wrap: str, frozen: Patterns, lora: Lora | None, dropou
 def _packaged(key: str, wrap: str) -> ModelShape:
     if wrap != "block":
         return rewrapped(_packaged(key, "block"), wrap)
-    shape: ModelShape = pickle.loads(packaged()[key])
-    return shape
+    return ModelShape.from_dict(json.loads(packaged_jsons()[key]))
 
 
 @lru_cache(maxsize=1)
-def packaged() -> dict[str, bytes]:
-    """A pickle of each shape that the package has, by `key_of` its model; empty while the file is being made."""
+def packaged_jsons() -> dict[str, str]:
+    """The JSON of each shape that the package has, by `key_of` its model; empty while the file is being made."""
     try:
-        packed = resources.files("fsdp_lab.planner").joinpath("data/shapes.pickle.gz").read_bytes()
+        packed = resources.files("fsdp_lab.planner").joinpath("data/shapes.json.gz").read_bytes()
     except FileNotFoundError:
         return {}
-    pickles: dict[str, bytes] = pickle.loads(gzip.decompress(packed))
-    return pickles
+    jsons: dict[str, str] = json.loads(gzip.decompress(packed))
+    return jsons

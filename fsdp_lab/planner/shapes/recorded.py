@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
-import pickle
+import json
 from collections.abc import Mapping, Sequence
 from itertools import starmap
 from pathlib import Path
@@ -207,9 +207,9 @@ def _saved(tape: Sequence[TapeSegment], calls: set[int]) -> SizeFormula:
 def write_shapes(path: Path) -> None:
     """Writes the shape of every preset and of the models of a calibration, in units of wrap "block"."""
     models = {name: name for name in PRESETS} | {key_of(config): config for config in starmap(timed_config, TIMED)}
-    packed = {key: pickle.dumps(shape_of(model)) for key, model in models.items()}
+    jsons = {key: json.dumps(shape_of(model).to_dict(), separators=(",", ":")) for key, model in models.items()}
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(gzip.compress(pickle.dumps(packed), mtime=0))
+    path.write_bytes(gzip.compress(json.dumps(jsons).encode(), mtime=0))
 
 
 # -- `own_shape`: of a module of the user's own ----------------------------------------------------------------------
@@ -242,4 +242,4 @@ def _unknown(reason: str) -> SpecError:
 
 
 if __name__ == "__main__":
-    write_shapes(Path(__file__).parents[1] / "data" / "shapes.pickle.gz")
+    write_shapes(Path(__file__).parents[1] / "data" / "shapes.json.gz")
