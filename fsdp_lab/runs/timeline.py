@@ -1,7 +1,8 @@
 """`Timeline`: one traced step, with the spans of all ranks on one clock; and its export as a Chrome trace.
 
 A rank measures its spans from its own start of the step, and reports that start on rank 0's clock, with an error bound.
-Ranks whose clocks were not compared are drawn from their own start of the step, and the timeline says so.
+Ranks whose clocks were not compared, or are contradicted by the order of collectives (`contradicted_ranks`), are drawn from
+their own start of the step, and the timeline says so: it never shows an impossible order of events.
 
 A trace file holds traced steps in the Trace Event Format ("Trace Event Format", a document of the Chromium project), which
 Perfetto (ui.perfetto.dev) and chrome://tracing open. A rank is a process, a track of its timeline a thread. Spans of one
@@ -14,7 +15,7 @@ import gzip
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from pathlib import Path
@@ -29,6 +30,9 @@ TOLERANCE_S = 1e-3  # by which clocks may disagree beyond their reported errors:
 MOST_COLUMNS = 8  # ranks with a column each in a table
 UNSEEN_WAITS = "Over NCCL streams wait, where the wire does not see it: waits are not attributed to units."
 NO_UNIT = "no unit"  # the vote, and whatever else belongs to no module
+
+# Collectives that need the data of every rank of their group: none can end anywhere before all ranks have issued it.
+MEETINGS = (Track.ALL_GATHER, Track.REDUCE_SCATTER, Track.ALL_REDUCE, Track.CONTROL)
 
 TRACE_SUFFIXES = (".json", ".json.gz")
 TRACKS = tuple(Track)
@@ -54,7 +58,8 @@ class RankLane:
     begin_s: float
     aligned: bool  # on the common clock; otherwise it begins at zero
     event: StepEvent
-    spans: tuple[Span, ...]  # in order of their start
+    spans: tuple[Span, ...]  # the valid ones, in order of their start
+    invalid: int = 0  # spans left out: they end before they start, or have no finite time
 
     @property
     def end_s(self) -> float:
@@ -77,6 +82,7 @@ class Timeline:
     lanes: tuple[RankLane, ...]
     zero_s: float
     clock_error_s: float | None
+    contradicted: tuple[int, ...] = ()  # ranks whose clock must be wrong
 
     @classmethod
     def of(cls, events: Sequence[StepEvent]) -> Timeline:
@@ -84,16 +90,21 @@ class Timeline:
         traced = sorted((e for e in events if e.spans), key=lambda e: e.rank)
         if not traced:
             raise ValueError("a timeline needs the events of a traced step: none of these has spans")
-        compared = [e for e in traced if e.clock_error_s is not None and math.isfinite(e.clock_error_s + e.begin_s)]
-        zero_s = min((e.begin_s for e in compared), default=traced[0].begin_s)
-        ranks = {e.rank for e in compared} if len(compared) > 1 else set()
+        valid = {e.rank: sorted(filter(_is_valid, e.spans), key=attrgetter("start_s", "end_s")) for e in traced}
+        measured = [e for e in traced if e.clock_error_s is not None and math.isfinite(e.clock_error_s)]
+        compared = {e.rank: e for e in measured if math.isfinite(e.begin_s)}
+        contradicted = contradicted_ranks(compared, valid)
+        agreed = [e for rank, e in compared.items() if rank not in contradicted]
+        zero_s = min((e.begin_s for e in agreed), default=traced[0].begin_s)
+        ranks = {e.rank for e in agreed} if len(agreed) > 1 else set()
         lanes = tuple(
             RankLane(
                 rank=e.rank,
                 begin_s=e.begin_s - zero_s if e.rank in ranks else 0.0,
                 aligned=e.rank in ranks,
                 event=e,
-                spans=tuple(sorted(e.spans, key=attrgetter("start_s", "end_s"))),
+                spans=tuple(valid[e.rank]),
+                invalid=len(e.spans) - len(valid[e.rank]),
             )
             for e in traced
         )
@@ -102,7 +113,8 @@ class Timeline:
             world_size=traced[0].world_size,
             lanes=lanes,
             zero_s=zero_s,
-            clock_error_s=max(e.clock_error_s or 0.0 for e in compared) if ranks else None,
+            clock_error_s=max((e.clock_error_s or 0.0 for e in agreed), default=None) if ranks else None,
+            contradicted=tuple(sorted(contradicted)),
         )
 
     @property
@@ -128,18 +140,33 @@ class Timeline:
     @property
     def remarks(self) -> tuple[str, ...]:
         """Sentences on how exactly the lanes are aligned, and on what is missing."""
-        missing = f"There are no spans of {_named(self.missing)} in this step." if self.missing else ""
         unseen = UNSEEN_WAITS if self.waits_unseen else ""
-        return tuple(filter(None, [self._alignment(), missing, unseen]))
+        return tuple(filter(None, [self._contradiction(), self._alignment(), self._gaps(), unseen]))
 
     def _alignment(self) -> str:
-        own = [lane.rank for lane in self.lanes if not lane.aligned]
+        own = [lane.rank for lane in self.lanes if not lane.aligned and lane.rank not in self.contradicted]
         if self.clock_error_s is not None and not own:
-            return f"Ranks aligned to ±{self.clock_error_s * 1e3:.2g} ms."
-        if len(self.lanes) < 2:
+            which = "The other ranks" if self.contradicted else "Ranks"
+            return f"{which} aligned to ±{self.clock_error_s * 1e3:.2g} ms."
+        if len(self.lanes) < 2 or not own or (self.contradicted and len(own) == 1):
             return ""
         which, were, its = ("clock", "was", "its") if len(own) == 1 else ("clocks", "were", "their")
         return f"The {which} of {_named(own)} {were} not compared with others: drawn from {its} own start of the step."
+
+    def _contradiction(self) -> str:
+        if not self.contradicted:
+            return ""
+        which = "clock" if len(self.contradicted) == 1 else "clocks"
+        return (
+            f"The {which} of {_named(self.contradicted)} must be wrong: a collective would have ended before all its "
+            f"ranks began it. Each is drawn from its own start of the step."
+        )
+
+    def _gaps(self) -> str:
+        missing = f"There are no spans of {_named(self.missing)} in this step." if self.missing else ""
+        invalid = sum(lane.invalid for lane in self.lanes)
+        left_out = f"{invalid} span{'s' * (invalid > 1)} left out: no end, or one before the start." if invalid else ""
+        return f"{missing} {left_out}".strip()
 
     def table(self) -> Table:
         """Exposed communication of each unit, largest first: a column for each rank, or least, mean and most of many."""
@@ -174,6 +201,58 @@ class Timeline:
         """Writes the step as a Chrome trace, for ui.perfetto.dev; returns the path. Raises ArgumentError for a path that is
         not a .json or .json.gz file that can be written."""
         return write_trace(path, [self])
+
+
+# -- clocks ----------------------------------------------------------------------------------------------------------
+
+
+def contradicted_ranks(events: Mapping[int, StepEvent], spans: Mapping[int, Sequence[Span]]) -> set[int]:
+    """Ranks whose clocks must be wrong: a collective that needs all ranks ended before one of them issued it, which is a
+    conflict of two. The rank with most conflicts is taken for the wrong one, until none is left; of two with as many the
+    higher rank, because rank 0's clock is the reference."""
+    conflicts: dict[int, set[int]] = {}
+    for issued, ended in _meetings(events, spans).values():
+        if min(ended.values()) + TOLERANCE_S >= max(issued.values()):
+            continue
+        for a, end_s in ended.items():
+            for b, issue_s in issued.items():
+                if a != b and end_s + TOLERANCE_S < issue_s:
+                    conflicts.setdefault(a, set()).add(b)
+                    conflicts.setdefault(b, set()).add(a)
+    wrong: set[int] = set()
+    while conflicts:
+        worst = max(conflicts, key=lambda rank: (len(conflicts[rank]), rank))
+        wrong.add(worst)
+        for other in conflicts.pop(worst):
+            conflicts[other].discard(worst)
+        conflicts = {rank: others for rank, others in conflicts.items() if others}
+    return wrong
+
+
+Meetings = dict[tuple[str, int, Track], tuple[dict[int, float], dict[int, float]]]
+
+
+def _meetings(events: Mapping[int, StepEvent], spans: Mapping[int, Sequence[Span]]) -> Meetings:
+    """Collective -> (rank -> the earliest time at which it can have been issued, rank -> the latest at which it can have
+    ended), on rank 0's clock. A collective with more ranks than its group has is left out."""
+    times: Meetings = {}
+    ambiguous = set()
+    for rank, e in events.items():
+        error_s = e.clock_error_s or 0.0
+        for s in spans[rank]:
+            if s.track not in MEETINGS or s.ordinal < 0:
+                continue
+            key = (s.group, s.ordinal, s.track)
+            issued, ended = times.setdefault(key, ({}, {}))
+            if rank in issued or len(issued) >= s.size:
+                ambiguous.add(key)
+            issued[rank] = e.begin_s + s.start_s - error_s
+            ended[rank] = e.begin_s + s.end_s + error_s
+    return {key: pair for key, pair in times.items() if key not in ambiguous}
+
+
+def _is_valid(span: Span) -> bool:
+    return -math.inf < span.start_s <= span.end_s < math.inf  # False with NaN
 
 
 def _has_unseen_waits(lane: RankLane) -> bool:

@@ -52,10 +52,15 @@ def test_lanes_stand_where_their_ranks_began():
     assert max(ends.values()) - min(ends.values()) < 1e-9  # the first collective ends on all ranks together
 
 
-def test_clocks_that_were_not_compared_are_no_common_one():
+def test_clocks_that_disagree_are_compared_with_what_was_measured():
     first, second = told(2)
+    timeline = Timeline.of([first, off(second, 0.5)])
+    assert timeline.contradicted == (1,) and timeline.clock_error_s is None, "rank 0 is the measure"
+    assert [lane.begin_s for lane in timeline.lanes] == [0.0, 0.0] and len(timeline.remarks) == 1
     timeline = Timeline.of([first, off(second, math.nan)])
     assert [lane.begin_s for lane in timeline.lanes] == [0.0, 0.0]
+    first, second = told(2, error_s=0.06)
+    assert Timeline.of([first, off(second, 0.05)]).contradicted == (), "within its stated error it is believed"
     assert Timeline.of(told(1, error_s=None)).remarks == ()
     timeline = Timeline.of(told(2, error_s=None, skew_s=3600.0))
     assert [lane.begin_s for lane in timeline.lanes] == [0.0, 0.0] and timeline.clock_error_s is None
@@ -63,11 +68,28 @@ def test_clocks_that_were_not_compared_are_no_common_one():
     assert timeline.remarks == (said,)
 
 
-def test_what_is_missing_is_said():
+def test_what_is_missing_or_cannot_be_is_said():
     timeline = Timeline.of(told(3)[:2])
     assert timeline.missing == (2,) and "There are no spans of rank 2 in this step." in timeline.remarks
+    first, second = told(2)
+    wrong = [dataclasses.replace(first.spans[0], end_s=-1.0), dataclasses.replace(first.spans[1], start_s=math.nan)]
+    timeline = Timeline.of([dataclasses.replace(first, spans=(*first.spans, *wrong)), second])
+    assert len(timeline.lanes[0].spans) == len(first.spans) and "2 spans left out" in timeline.remarks[-1]
     with pytest.raises(ValueError, match="none of these has spans"):
         Timeline.of([event(0, 1)])
+
+
+@pytest.mark.parametrize(("jump_s", "who"), [(-3600.0, 1), (0.05, 3)])
+def test_a_rank_whose_clock_jumps_is_found_out_and_drawn_from_its_own_beginning(jump_s, who):
+    events = told(4)
+    events[who] = off(events[who], jump_s)
+    timeline = Timeline.of(events)
+    assert timeline.contradicted == (who,)
+    begins = [lane.begin_s for lane in timeline.lanes]
+    assert begins == pytest.approx([0.0 if r == who else 0.0004 * r for r in range(4)])
+    assert [lane.aligned for lane in timeline.lanes] == [r != who for r in range(4)]
+    assert f"The clock of rank {who} must be wrong" in timeline.remarks[0]
+    assert timeline.seconds < 0.5
 
 
 def test_the_table_says_what_each_unit_cost():

@@ -16,7 +16,7 @@ from fsdp_lab.base.events import Span, StepEvent, Track, exposed_by_unit
 from fsdp_lab.rank import tracing
 from fsdp_lab.rank.ledger import KernelTimes
 from fsdp_lab.rank.measure import StepMeter
-from fsdp_lab.runs.timeline import Timeline
+from fsdp_lab.runs.timeline import MEETINGS, Timeline, _meetings
 from fsdp_lab.wire import Collective
 from tests.pool import Place, Pool
 from tests.rank.test_session import BACKENDS, apply, play, spec, train
@@ -87,15 +87,11 @@ def test_tracing_changes_no_bit_and_the_ranks_clocks_agree(by_rank: list[list[li
     for run in range(1, 2 * len(BACKENDS), 2):
         for events in zip(*(of_rank[run] for of_rank in by_rank), strict=True):
             timeline = Timeline.of(events)
-            assert all(lane.aligned for lane in timeline.lanes)
-            met: dict[object, list[tuple[float, float]]] = {}
-            for e in events:
-                for s in (s for s in e.spans if s.ordinal >= 0 and s.track is not Track.WAIT):
-                    interval = (e.begin_s + s.start_s, e.begin_s + s.end_s)
-                    met.setdefault((s.group, s.ordinal, s.track), []).append(interval)
-            assert len(met) > 1 and all(len(both) == 2 for both in met.values())
-            bound_s = 2 * sum(e.clock_error_s or 0.0 for e in events) + 1e-3
-            assert all(max(a for a, _ in both) < min(b for _, b in both) + bound_s for both in met.values())
+            assert timeline.contradicted == () and all(lane.aligned for lane in timeline.lanes)
+            met = _meetings({e.rank: e for e in events}, {e.rank: e.spans for e in events})
+            assert {track for _, _, track in met} <= set(MEETINGS) and len(met) > 1
+            assert all(len(issued) == 2 for issued, _ in met.values())
+            assert len(met) == sum(s.track in MEETINGS for s in events[0].spans)
 
 
 # -- clocks ----------------------------------------------------------------------------------------------------------
