@@ -39,7 +39,7 @@ class RemotePage(Page):
             self.say("mount")
         super().receive(message, buffers)
         if message["kind"] == "tick" and self.acknowledges:
-            self.acknowledge(time.time())
+            self.acknowledge()
 
 
 class BareFrontEnd:
