@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return 0
-    return max(2, min(4, (os.cpu_count() or 1) // 2))  # a test may use four ranks
+    return max(3, min(4, (os.cpu_count() or 1) // 2))  # a test may use four ranks, and waits for half of its time
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -33,6 +33,7 @@ LIMIT_S = 120.0  # of a wait that says no other: two busy cores are no fault
 NOT_OURS = (
     "favicon",
     "widget model not found",  # ipywidgets, of outputs whose kernel was restarted: they are run again
+    "Comm not found for",  # JupyterLab, of widgets that a busy kernel closed before the page had heard of them
     "Canceled future for",  # JupyterLab's own requests to a kernel that is restarted
     "Failed to load resource",  # JupyterLab asks for optional settings and workspaces that are not there
 )
