@@ -21,16 +21,6 @@ def test_each_step_of_each_rank_is_kept_once_and_what_was_lost_on_the_way_is_add
     assert sorted(e.step for e in store.since()[0] if e.rank == 0) == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_reader_gets_what_is_new():
-    store = EventStore()
-    store.add(steps(0))
-    new, cursor = store.since(0)
-    assert [(e.rank, e.step) for e in new] == [(0, 0), (1, 0)]
-    assert store.since(cursor) == ([], cursor)
-    store.add(steps(1))
-    assert [e.step for e in store.since(cursor)[0]] == [1, 1]
-
-
 def test_columns_by_rank():
     store = EventStore()
     store.add(steps(0, 1))
