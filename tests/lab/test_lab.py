@@ -71,24 +71,6 @@ def test_a_run_that_nobody_holds_is_let_go(lab: Lab):
     until(lambda: first() is None, meanwhile=gc.collect)
 
 
-def test_await_leaves_the_loop_alive(lab: Lab):
-    run, ticks = lab.run(steps=15), 0
-
-    async def awaiting() -> Run:
-        return await run
-
-    async def cell() -> Run:
-        nonlocal ticks
-        task = asyncio.create_task(awaiting())
-        while not task.done():
-            await asyncio.sleep(0.01)
-            ticks += 1
-        return task.result()
-
-    assert asyncio.run(cell()).state is RunState.FINISHED and ticks > 2
-    assert asyncio.run(awaiting()) is run, "what is over can be awaited again, in another loop"
-
-
 def test_another_spec_is_applied_behind_the_chunk_and_the_curve_goes_on(lab: Lab):
     run = going(lab)
     ticket = run.apply(sharding="shard_grad_op")

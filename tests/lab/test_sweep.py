@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import threading
@@ -185,9 +186,11 @@ def test_a_new_slow_motion_and_a_new_run_end_the_one_before(lab: Lab):
 
 
 @pytest.mark.slow
-def test_a_phase_that_lasts_is_interrupted_by_ctrl_c_and_with_the_ranks(lab: Lab):
+def test_a_phase_that_lasts_is_interrupted_by_ctrl_c_and_with_the_ranks(lab: Lab, monkeypatch: pytest.MonkeyPatch):
     for ctrl_c in (False, True):
         slow = lab.slow_motion(data="slow-phase")
+        if ctrl_c:  # it has 15 s to end by itself
+            monkeypatch.setattr(slow, "end", functools.partial(slow.end, limit_s=0.5))
         for _ in range(3):
             next(slow)
 
