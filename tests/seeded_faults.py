@@ -126,7 +126,7 @@ FAULTS = (
     Fault("lost step event", "runs: the event store drops the step that comes next in order",
           old="        if step < self.floor or step in self.above:",
           new="        if step <= self.floor and step % 8 == 7 or step < self.floor or step in self.above:",
-          tests=("tests/lab/test_store.py", "tests/lab/test_lab.py")),
+          tests=("tests/lab/test_timeline.py", "tests/lab/test_lab.py")),
     Fault("parity without checksums", "runs: parameters that differ are taken for equal where losses are",
           old="    if a.checksum is not None and b.checksum is not None and a.checksum != b.checksum:",
           new="    if a.checksum is not None and b.checksum is None:", tests=("tests/lab/test_parity.py",)),

@@ -97,7 +97,7 @@ def test_a_baseline_is_chosen_by_place_label_or_id(three):
             Comparison.of(three, names=names)
 
 
-def test_another_result_is_loud_and_names_the_step(three):
+def test_another_result_is_loud_and_what_was_refused_is_one_line_below_the_table_and_no_row(three):
     wrong = past("w", GRAD_OP, loss_off=1.0)
     compared = Comparison.of([*three, wrong])
     assert compared["D"].differs and not compared["B"].differs
@@ -105,9 +105,6 @@ def test_another_result_is_loud_and_names_the_step(three):
     assert "NOT THE SAME COMPUTATION: D is different from step 0 on" in text and "✗ DIFFERENT from step 0" in text
     assert 'role="alert"' in html and "NOT THE SAME COMPUTATION" in html
     assert "equal bit for bit" in text and "NOT THE SAME" not in repr(Comparison.of(three))
-
-
-def test_what_was_refused_is_one_line_below_the_table_and_no_row(three):
     other = Refusal({"strategy": {"backend": "fsdp2", "sharding": "no_shard"}}, "FSDP2 always shards <gradients>")
     ddp = Refusal({"strategy": {"backend": "ddp"}}, "DDP shards nothing")
     failed = past("f", steps=0, state=RunState.FAILED, reason="CUDA out of memory on rank 1")
@@ -135,10 +132,7 @@ def test_records_are_flat_and_have_one_set_of_keys(three):
     assert sum(b[f"{role.value}_bytes_at_peak"] for role in Role) == b["peak_memory_bytes"]
     assert records[2]["backend"] == "fsdp2" and records[2]["step_time_s"] is None and records[2]["model"] == "gpt2-10m"
     assert json.loads(records[3]["model"]) == config
-
-
-def test_a_loss_that_is_no_number_is_null_in_json():
-    assert finite(Comparison.of([past("d", loss_off=math.nan)]).records())[0]["last_loss"] is None
+    assert finite(Comparison.of([past("d", loss_off=math.nan)]).records())[0]["last_loss"] is None, "NaN is no JSON"
 
 
 # -- what a run was, in figures and in a table ------------------------------------------------------------------------
@@ -246,16 +240,13 @@ def four() -> list[RecordedRun]:
     ]
 
 
-def test_the_fastest_and_the_smallest_near_it(four):
+def test_the_fastest_and_the_smallest_near_it_and_what_does_not_fit_is_left_out(four):
     found = recommend(four)
     assert (found.fastest, found.smallest) == ("C", "D")
     assert found.sentences[0].startswith("The fastest that fits is C (shard_grad_op bf16): 2,8")
     assert "The smallest within 10% of its time is D (full_shard bf16)" in found.sentences[1] and "61.0 MiB" in str(
         found
     )
-
-
-def test_a_limit_leaves_out_what_does_not_fit(four):
     found = recommend(four, limit_bytes=100 * MIB)
     assert found.fastest == found.smallest == "D" and "also the smallest" in str(found)
     assert found.excluded["C"] == "it needs 121 MiB of 100 MiB a rank" and "Not recommended, C: it needs" in str(found)

@@ -7,6 +7,7 @@ import re
 import runpy
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,13 @@ import pytest
 from course import exercises
 from course.exercises import Marked
 from course.pains import PAINS
-from fsdp_lab.base.errors import Cause
+from fsdp_lab.base.errors import ArgumentError, Cause
 from fsdp_lab.base.events import Traffic
 from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.lab import Lab
 from fsdp_lab.planner.questions import Target
 from fsdp_lab.runs import RunState
+from fsdp_lab.runs.engine_check import EngineCheck
 from fsdp_lab.runs.history import History
 from fsdp_lab.runs.recovery import BEGINNING, REPLICA, Incident
 from fsdp_lab.runs.steps import EventStore
@@ -29,7 +31,9 @@ from fsdp_lab.runs.watched import WatchedRun
 from fsdp_lab.spec.loops import WatchedLoop
 from fsdp_lab.spec.spec import Spec
 from tests.lab import events
+from tests.own import cell
 from tests.waiting import until
+from tests.your_engines import SOLUTION
 
 FILE = Path(__file__).resolve().parents[2] / "notebooks" / "solutions" / "exercises.py"
 SOLUTIONS = SimpleNamespace(**runpy.run_path(str(FILE)))
@@ -91,8 +95,7 @@ def test_solutions_pass_on_real_ranks(real_lab: Lab) -> None:
 N = 973_568  # parameters of gpt2-1m
 
 
-@pytest.mark.slow
-def test_traffic_is_predicted(real_lab: Lab) -> None:
+def test_traffic_is_predicted_and_phases_are_put_in_order(real_lab: Lab) -> None:
     run = real_lab.run(SPEC, sharding="shard_grad_op", precision="bf16", steps=1).wait(60)
     right = SOLUTIONS.TRAFFIC
     for changes, text in (
@@ -106,10 +109,6 @@ def test_traffic_is_predicted(real_lab: Lab) -> None:
         ({"reduce_scatter": None}, "reduce-scatter: nothing was given"),
     ):
         check(exercises.predicts_traffic(run, **{**right, **changes}), text)
-
-
-def test_phases_are_put_in_order(real_lab: Lab) -> None:
-    real_lab.run(SPEC, sharding="shard_grad_op", steps=1).wait(60)
     moments = list(real_lab.slow_motion())
     for order, text in (
         (" ".join(SOLUTIONS.ORDER), ""),
@@ -201,12 +200,9 @@ def test_gathers_stay_inside_hosts() -> None:
         (SOLUTIONS.INSIDE_HOSTS, ""),
     ):
         check(exercises.gathers_inside_hosts(HOSTS, HOSTS.replace(**changes), target), text)
-
-
-def test_what_is_no_spec_is_said() -> None:
     for given in (..., None, {"sharding": "zero1"}):
         check(exercises.fits_and_is_fastest(RENTED, given, Target(hardware="l4")), "not a Spec yet")
-        check(exercises.gathers_inside_hosts(HOSTS, given, Target(hardware="h100", hosts=4)), "not a Spec yet")
+        check(exercises.gathers_inside_hosts(HOSTS, given, target), "not a Spec yet")
 
 
 # -- notebooks 07 and 08 ---------------------------------------------------------------------------------------------
@@ -319,3 +315,105 @@ def test_the_exercise_refuses_half_a_cure(real_lab: Lab) -> None:
         after: Any = SimpleNamespace(spec=PATIENT.replace(**changes), diagnoses=left, **half)
         check(exercises.heals(patient, after), text)
     check(exercises.heals(patient, real_lab.run(PATIENT.replace(sharding="no_shard"), steps=8).wait(90)), "")
+
+
+# -- notebook 10, gap by gap: wrong engines and other right ones are in tests/backends/test_yours.py ------------------
+
+
+NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "10_write_your_own_fsdp.ipynb"
+TINY = {"model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 4, "vocab_size": 384, "n_positions": 128}
+GAPS = ("DataParallel", "Zero1", "Zero2", "FullyShard", "Overlapped")
+NUMBERS = count(100)  # of cells
+
+
+def cells(nbformat: Any) -> list[str]:
+    return [c.source for c in nbformat.read(NOTEBOOK, as_version=4).cells if c.cell_type == "code"]
+
+
+def empty_gap(sources: list[str], gap: str) -> str:
+    """The class as it is in the notebook."""
+    (text,) = [s for s in sources if f"class {gap}" in s]
+    return text[text.index(f"class {gap}") :]
+
+
+def checked(lab: Lab, sources: list[str], gap: str, text: str) -> EngineCheck:
+    """What the notebook's check says of a class with this text, where all other gaps are filled in."""
+    names = cell(f"{SOLUTION.read_text()}\n\n{text}\n", next(NUMBERS))
+    (call,) = [s for s in sources if f"lab.check_engine({gap}" in s]
+    names |= {"lab": lab, "TINY": TINY}
+    # Where times are compared, the model is the notebook's, so that there is as much to compute as to send.
+    smaller = "" if "exposed" in call else ", model=TINY, seq_len=64"
+    found = eval(f"{call.removesuffix(')')}, steps=5{smaller})", names)
+    assert isinstance(found, EngineCheck)
+    return found
+
+
+@pytest.fixture(scope="module")
+def sources() -> list[str]:
+    import nbformat
+
+    return cells(nbformat)
+
+
+def solution_of(gap: str) -> str:
+    text = SOLUTION.read_text()
+    return re.split(r"\n\n\n(?=class )", text[text.index(f"class {gap}") :])[0]
+
+
+# Gap -> a plausible wrong class, and the limit that it does not keep. Overlapped's is a share of the time that is sent.
+WRONG = {
+    "Zero1": (
+        solution_of("Zero1").replace(".clone()", ""),
+        r"keeps parameters of 1\.\d+ model sizes, and at most 0\.60",
+    ),
+    "Zero2": (
+        "class Zero2(Zero1):\n    pass\n",
+        r"sends 1\.50 model sizes, and at most 1\.05 .* holds gradients of 1\.5",
+    ),
+    "Overlapped": (
+        "class Overlapped(FullyShard):\n    pass\n",
+        r"waits for \d+% of its communication, and at most 70%",
+    ),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("gap", GAPS)
+def test_a_gap(real_lab: Lab, sources: list[str], gap: str) -> None:
+    solved = checked(real_lab, sources, gap, solution_of(gap))
+    assert solved.passed, solved
+    empty = checked(real_lab, sources, gap, empty_gap(sources, gap))
+    assert not empty.passed and "Not yet. " in empty.sentence and "Not yet. " in empty._repr_html_(), empty
+
+
+@pytest.mark.parametrize(
+    "gap", [pytest.param(gap, marks=pytest.mark.nightly if gap == "Overlapped" else pytest.mark.slow) for gap in WRONG]
+)
+def test_a_limit_that_is_not_kept_is_said(real_lab: Lab, sources: list[str], gap: str) -> None:
+    text, said = WRONG[gap]
+    wrong = checked(real_lab, sources, gap, text)
+    assert not wrong and re.search(said, wrong.sentence), wrong
+
+
+STUCK = """
+class Stuck(FullyShard):
+    def gather(self, unit):
+        while unit.rank:
+            pass
+        super().gather(unit)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_comes_back_is_named_and_the_next_check_passes(real_lab: Lab, sources: list[str]) -> None:
+    names = cell(f"{SOLUTION.read_text()}\n\n{STUCK}", next(NUMBERS))
+    real_lab.run(engine=names["FullyShard"], model=TINY, steps=1).wait(60)
+    found = real_lab.check_engine(names["Stuck"], model=TINY, steps=5)
+    assert re.search(r"rank 1 .* in Stuck\.gather\(root\) in the forward of step 0", found.sentence), found
+    right = checked(real_lab, sources, "Zero2", "")
+    assert right and "equal bit for bit" in right.sentence and "gradients, at most" in repr(right)
+    assert "<table" in right._repr_html_()
+    with pytest.raises(ArgumentError, match="give some of sent"):
+        real_lab.check_engine(names["FullyShard"], most={"speed": 1})
+    with pytest.raises(ArgumentError, match="5 or more"):
+        real_lab.check_engine(names["FullyShard"], steps=3)

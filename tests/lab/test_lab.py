@@ -41,7 +41,7 @@ def going(lab: Lab, **changes) -> Run:
     return run
 
 
-def test_a_run_ends_after_its_steps(lab: Lab):
+def test_a_run_ends_after_its_steps_and_a_lab_keeps_its_runs_and_lists_those_of_others(lab: Lab):
     run = lab.run(sharding="shard_grad_op", steps=25).wait(20)
     assert run.state is RunState.FINISHED and run.step == 25 and run.error is None
     assert run.spec == Spec().replace(sharding="shard_grad_op") and lab.current is run and lab.spec == run.spec
@@ -50,6 +50,18 @@ def test_a_run_ends_after_its_steps(lab: Lab):
     assert len(run.table()) == 10 and "shard_grad_op" in repr(run.table())
     entry = run.summary()
     assert entry["spec"] == run.spec.to_dict() and len(entry["losses"]) == 25 and json.dumps(entry)
+    assert lab.history is not None and lab.history.path == Path(os.environ["FSDP_LAB_HISTORY"])
+    past = lab.runs()[run.id]
+    assert past.events.since()[0] == run.events.since()[0] and past.summary() == entry
+    assert past.table().rows == run.table().rows and list(past.switches) == run.switches
+    assert past.state is RunState.FINISHED and past.environment == run.environment
+    now = going(lab)
+    assert lab.runs()[0].id == now.id and lab.runs(state="running")[0].id == now.id
+    now.apply(precision="bf16").wait(10)
+    now.stop(10)
+    assert lab.runs()[0].spec.strategy.precision == "bf16" and len(lab.runs()[0].switches) == 2
+    assert run.id in [r.id for r in History().runs(sharding="shard_grad_op")], "without a lab too"
+    assert lab.runs()[0].state is RunState.STOPPED
 
 
 def test_a_run_that_nobody_holds_is_let_go(lab: Lab):
@@ -57,24 +69,6 @@ def test_a_run_that_nobody_holds_is_let_go(lab: Lab):
     lab.run(steps=3).wait(20)
     lab.run(steps=3).wait(20)
     until(lambda: first() is None, meanwhile=gc.collect)
-
-
-def test_await_leaves_the_loop_alive(lab: Lab):
-    run, ticks = lab.run(steps=15), 0
-
-    async def awaiting() -> Run:
-        return await run
-
-    async def cell() -> Run:
-        nonlocal ticks
-        task = asyncio.create_task(awaiting())
-        while not task.done():
-            await asyncio.sleep(0.01)
-            ticks += 1
-        return task.result()
-
-    assert asyncio.run(cell()).state is RunState.FINISHED and ticks > 2
-    assert asyncio.run(awaiting()) is run, "what is over can be awaited again, in another loop"
 
 
 def test_another_spec_is_applied_behind_the_chunk_and_the_curve_goes_on(lab: Lab):
@@ -139,6 +133,9 @@ def test_the_status_shows_every_rank_and_where_memory_ends_one_goes_before_the_k
     run, table = going(lab), lab.status()
     assert len(table) == 2 and run.id in repr(table) and str(lab.cluster.pids[1]) in repr(table)
     assert "<table>" in table._repr_html_()
+    with pytest.raises(ClusterError, match=r"make it with Lab\(persist=True\)"):
+        lab.detach()
+    assert not lab.closed and not lab.persistent and not lab.attached
     score = "/proc/{}/oom_score_adj"
     ranks = [int(Path(score.format(pid)).read_text()) for pid in lab.cluster.pids]
     assert min(ranks) == 800 > int(Path(score.format("self")).read_text())
@@ -226,19 +223,6 @@ print([p.stage for p in said][-1], lab.cluster.token, flush=True)
     assert stage == "ready" and marked(token) == []
 
 
-@pytest.mark.slow
-def test_closing_twice_is_closing_once():
-    lab = Lab(1, rank_module=FAKE)
-    slow = lab.slow_motion()
-    next(slow)
-    lab.close()
-    lab.close()
-    assert slow.closed and slow.reason == "the lab was closed" and repr(lab) == "<Lab: closed>"
-    for what in (lab.run, lab.slow_motion):
-        with pytest.raises(ClusterError, match="closed"):
-            what()
-
-
 # -- what a lab does with a calibration; what ranks measure is in tests/rank/test_calibration.py ----------------------
 
 
@@ -252,6 +236,12 @@ def test_plans_are_made_of_what_the_ranks_measured(lab: Lab, monkeypatch: pytest
         asked.append(arguments)
         return [expected.probes if method == "calibrate" else {"device_name": "CPU"}] * 2
 
+    run = going(lab)
+    with pytest.raises(ClusterError, match="in progress"):
+        lab.calibrate()
+    run.stop(10)
+    with pytest.raises(ArgumentError, match="passes"):
+        lab.calibrate(passes=0)
     with pytest.raises(ArgumentError, match="this machine is not calibrated; call lab.calibrate"):
         lab.plan()
     monkeypatch.setattr(lab.cluster, "call", call)
@@ -264,15 +254,6 @@ def test_plans_are_made_of_what_the_ranks_measured(lab: Lab, monkeypatch: pytest
         lab.plan(Spec(world_size=4))
     there = lab.plan(Spec(world_size=16).replace(model="llama-7b", precision="bf16"), "h100", hosts=2)
     assert there.machine.hosts == 2 and there.fits and "16 x h100 in 2 hosts" in repr(there)
-
-
-def test_what_cannot_be_calibrated_is_refused(lab: Lab) -> None:
-    run = going(lab)
-    with pytest.raises(ClusterError, match="in progress"):
-        lab.calibrate()
-    run.stop(10)
-    with pytest.raises(ArgumentError, match="passes"):
-        lab.calibrate(passes=0)
 
 
 # -- the user's own ipyparallel cluster: used as it is, never ended -----------------------------------------------
@@ -321,9 +302,16 @@ def test_a_second_lab_takes_over_and_the_first_is_told(theirs):
         assert second.run(steps=2).wait(10).step == 2
 
 
-def test_fewer_ranks_than_engines_are_taken_and_more_are_refused(theirs):
+def test_fewer_ranks_than_engines_are_taken_more_are_refused_and_closing_twice_is_closing_once(theirs):
     with Lab(1, cluster="mine", rank_module=FAKE) as lab:
         assert (lab.ranks, lab.most_ranks) == (1, 2) and lab.run(steps=2).wait(20).events.ranks == (0,)
+        slow = lab.slow_motion()
+        next(slow)
+    lab.close()
+    assert slow.closed and slow.reason == "the lab was closed" and repr(lab) == "<Lab: closed>"
+    for what in (lab.run, lab.slow_motion):
+        with pytest.raises(ClusterError, match="closed"):
+            what()
     with pytest.raises(StartError, match="3 ranks were asked for and the given cluster has 2 engines"):
         Lab(3, cluster=theirs[0], rank_module=FAKE)
     with pytest.raises(StartError, match="neither a running profile nor a cluster id 'nowhere'"):
@@ -333,22 +321,6 @@ def test_fewer_ranks_than_engines_are_taken_and_more_are_refused(theirs):
 
 
 # -- the history of a lab's runs ----------------------------------------------------------------------------------
-
-
-def test_a_lab_keeps_its_runs_and_lists_those_of_others(lab: Lab):
-    assert lab.history is not None and lab.history.path == Path(os.environ["FSDP_LAB_HISTORY"])
-    run = lab.run(steps=12, sharding="shard_grad_op").wait(20)
-    past = lab.runs()[run.id]
-    assert past.events.since()[0] == run.events.since()[0] and past.summary() == run.summary()
-    assert past.table().rows == run.table().rows and list(past.switches) == run.switches
-    assert past.state is RunState.FINISHED and past.environment == run.environment
-    now = going(lab)
-    assert lab.runs()[0].id == now.id and lab.runs(state="running")[0].id == now.id
-    now.apply(precision="bf16").wait(10)
-    now.stop(10)
-    assert lab.runs()[0].spec.strategy.precision == "bf16" and len(lab.runs()[0].switches) == 2
-    assert run.id in [r.id for r in History().runs(sharding="shard_grad_op")], "without a lab too"
-    assert lab.runs()[0].state is RunState.STOPPED
 
 
 def test_the_environment_says_what_the_ranks_are_and_nothing_private(lab: Lab):

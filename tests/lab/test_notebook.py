@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
+import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,40 +17,12 @@ import pytest
 from jupyter_client.manager import start_new_kernel
 
 from fsdp_lab.base.process import marked
-from fsdp_lab.cluster import ClusterError
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run, RunState
 from tests.cluster.conftest import FAKE
 from tests.waiting import until
 
-SESSION = f"""
-from IPython.core.interactiveshell import InteractiveShell
-
-shell = InteractiveShell.instance()
-
-def cell(code):
-    shell.run_cell(code).raise_error()
-
-FIRST = "from fsdp_lab.lab import Lab\\nlab = Lab(2, rank_module={FAKE!r})\\nrun = lab.run(steps=3).wait()"
-cell(FIRST)
-cell("%px square = rank ** 2")
-cell("assert lab.client[lab.cluster.engine_ids]['square'] == [0, 1]")
-cell("%%px\\nassert model is session.model and world_size == 2")
-cell("former, pids = lab, lab.cluster.pids")
-cell(FIRST)
-cell("assert former.closed and not lab.closed and pids != lab.cluster.pids")
-cell("%px cube = rank ** 3")
-cell("assert lab.client[lab.cluster.engine_ids]['cube'] == [0, 1]")
-cell("lab.close()")
-print("all well")
-"""
-
-
-@pytest.mark.slow
-def test_cells_of_a_notebook(tmp_path: Path):
-    env = {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", SESSION], capture_output=True, text=True, timeout=120, env=env)
-    assert "all well" in done.stdout, done.stdout + done.stderr
+README = Path(__file__).resolve().parents[2] / "README.md"
 
 
 @pytest.mark.slow
@@ -54,10 +30,13 @@ def test_a_kernel_shows_how_far_it_is_and_a_restarted_one_finds_its_ranks_by_the
     own = {"TMPDIR": str(tmp_path), "JPY_SESSION_NAME": "mine.ipynb", "IPYTHONDIR": str(tmp_path / "ipython")}
     manager, client = start_new_kernel(env={**os.environ, **own}, kernel_name="python3")
 
+    errors: list[str] = []
+
     def cell(code: str) -> tuple[str, list[str]]:
         """What the cell printed, and what it displayed as HTML, each state of it."""
         told: list[dict[str, Any]] = []
         client.execute_interactive(code, timeout=60, output_hook=lambda m: told.append(m["content"]))
+        errors.extend(content["evalue"] for content in told if "evalue" in content)
         html = (content.get("data", {}).get("text/html", "") for content in told)
         return "".join(content.get("text", "") for content in told), [text for text in html if "<span>" in text]
 
@@ -85,9 +64,40 @@ def test_a_kernel_shows_how_far_it_is_and_a_restarted_one_finds_its_ranks_by_the
         left = "print(lab.attached, [c.pids for c in detached_clusters()] == [tuple(lab.cluster.pids)])"
         assert cell(f"{one}\n{left}")[0] == "False True\n", "the two were ended"
         assert cell("lab.close()") == ("", []) and list(tmp_path.glob("fsdp_lab-*")) == []
+
+        first = make.replace("persist=True, ", "") + "\nrun = lab.run(steps=3).wait()"
+        for made in (first, f"former, pids = lab, lab.cluster.pids\n{first}"):
+            cell(made)
+            cell("%px square = rank ** 2")
+            cell("%%px\nassert model is session.model and world_size == 2")
+            assert cell("print(lab.client[lab.cluster.engine_ids]['square'])")[0].endswith("[0, 1]\n")
+        assert cell("print(former.closed, lab.closed, pids != lab.cluster.pids)")[0] == "True False True\n"
+        cell("lab.close()")
+        assert errors == ["division by zero"]
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
+
+
+@pytest.mark.nightly
+def test_the_first_code_that_a_stranger_runs() -> None:
+    """README's, as it stands."""
+    (block,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.S)
+    names: dict[str, Any] = {}
+
+    async def cell() -> None:
+        code = eval(compile(block, "README.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+        if inspect.isawaitable(code):
+            await code
+
+    try:
+        asyncio.run(cell())
+        spec = names["run"].spec.strategy
+        assert (spec.sharding, spec.precision) == ("shard_grad_op", "bf16")
+        assert [row.flat["backend"] for row in names["sweep"].comparison().rows] == ["lab", "fsdp2", "fsdp1"]
+    finally:
+        if "lab" in names:
+            names["lab"].close()
 
 
 # -- a kernel is killed, and the next one goes on with its ranks ------------------------------------------------------
@@ -146,9 +156,3 @@ def test_a_new_kernel_goes_on_with_the_ranks_of_one_that_was_killed(temporary: P
         assert lab.attached and lab.cluster.pids == [int(pid) for pid in pids]
         assert lab.rank_status()[0].step == left.step
     assert marked(token) == [] and list(temporary.glob("fsdp_lab-*")) == []
-
-
-def test_ranks_that_are_not_persistent_cannot_be_detached(lab: Lab):
-    with pytest.raises(ClusterError, match="make it with Lab\\(persist=True\\)"):
-        lab.detach()
-    assert not lab.closed and not lab.persistent and not lab.attached

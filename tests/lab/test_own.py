@@ -21,11 +21,7 @@ from tests.own import TEXT, cell, own
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def lab(real_lab: Lab) -> Lab:
-    return real_lab
+lab = pytest.fixture(lambda real_lab: real_lab)
 
 
 def test_a_cells_code_trains_and_its_source_is_stored(lab: Lab) -> None:
