@@ -44,11 +44,6 @@ def outcome(outcomes: Outcomes, *parts: tuple[Spec, int], reduction: str = "rank
     return outcomes.of(plan(*parts), reduction=reduction)[0]
 
 
-def plainly(outcomes: Outcomes, steps: int) -> Outcome:
-    """FSDP2 on two ranks."""
-    return outcome(outcomes, (sharded("fsdp2", 2), steps))
-
-
 @pytest.mark.parametrize(
     ("optimizer", "world_size"), tiered([("sgd", 2), ("adamw", 3)], lambda optimizer, world_size: world_size == 3)
 )
@@ -73,7 +68,7 @@ def test_a_strategy_does_not_change_the_result(outcomes: Outcomes) -> None:
     for changes in STRATEGIES:
         for backend in ("fsdp2", "fsdp1") if "backend" not in changes else ("fsdp2",):
             got = outcome(outcomes, (spec(2, **{"backend": backend, **changes}), 2))
-            assert_equal(got, plainly(outcomes, 2))
+            assert_equal(got, outcome(outcomes, (sharded("fsdp2", 2), 2)))
     with pytest.raises(RankError, match=r"strategy\.offload: FSDP1 pins"):
         outcome(outcomes, (spec(2, backend="fsdp1", offload="all"), 2))
 
@@ -161,7 +156,7 @@ def test_a_number_of_micro_batches_is_between_every_one_and_the_last(outcomes: O
 @pytest.mark.parametrize("precision", tiered(["bf16", "bf16-pure", "fp16"], lambda precision: precision == "bf16"))
 def test_low_precision_stays_near_fp32(outcomes: Outcomes, precision: str) -> None:
     """And begins with the loss of a model that is cast by hand; under DDP, of torch's autocast."""
-    plain, low = plainly(outcomes, 3), torch.float16 if precision == "fp16" else torch.bfloat16
+    plain, low = outcome(outcomes, (sharded("fsdp2", 2), 3)), torch.float16 if precision == "fp16" else torch.bfloat16
     model, batch = filled(SMALL), Batches(spec(2).workload, resolve(SMALL), rank=0, world_size=2).batch(0)
     with torch.no_grad(), torch.autocast("cpu", dtype=low):
         mixed = model(**batch)["loss"].item()

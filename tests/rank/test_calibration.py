@@ -10,6 +10,7 @@ import torch
 
 from fsdp_lab.rank import calibration, prepare
 from fsdp_lab.rank.calibration import MEASURING_S, HardwareProbe, measured_groups
+from fsdp_lab.rank.measure import precision_notes
 
 
 @pytest.mark.parametrize(
@@ -90,10 +91,17 @@ def test_a_link_of_nccl_is_timed_by_the_device_on_large_tensors(monkeypatch: pyt
     assert list(found) == [1 << 10, 1 << 13, 1 << 16] and set(wire.sent) == set(found)
     assert list(found.values()) == pytest.approx([0.75 * (1 << 20) / 1e-4] * 3)
     assert prepare.measured_speed(wire, torch.device("cpu")) == pytest.approx(max(found.values()))
-
-
-def test_no_larger_collective_is_measured_where_one_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    wire: Any = OverNccl()
+    # no larger collective is measured where one takes long
     monkeypatch.setattr(prepare, "_ON_DEVICE_BYTES", (1 << 20, 1 << 23, 1 << 26))
     monkeypatch.setattr(prepare, "LONGEST_S", 8e-4 + 1e-9)  # 8 MiB take 800 us, and 64 MiB would take 6.4 ms
     assert list(prepare.measured_bandwidths(wire, torch.device("cpu"))) == [1 << 20, 1 << 23]
+
+
+@pytest.mark.parametrize(("name", "noted"), [
+    ("Tesla T4", {"bf16"}), ("Tesla V100-SXM2-16GB", {"bf16"}), ("NVIDIA A100-SXM4-80GB", {"fp32"}),
+    ("A GPU that is not in the table", set()), ("CPU", set()),
+])  # fmt: skip
+def test_a_precision_is_noted_beside_times_only_where_the_data_sheet_has_no_tensor_cores_for_it(
+    name: str, noted: set[str]
+) -> None:
+    assert {dtype for dtype in ("bf16", "fp16", "fp32") if precision_notes(name, dtype)} == noted

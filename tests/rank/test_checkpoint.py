@@ -1,4 +1,5 @@
-"""A training that was saved goes on bit for bit, under any backend and any number of ranks; what is torn is said to be."""
+"""A training that was saved or suspended goes on bit for bit, under any backend and any number of ranks; what is torn is
+said to be."""
 
 from __future__ import annotations
 
@@ -36,9 +37,8 @@ from fsdp_lab.spec.checkpoint_format import (
 )
 from fsdp_lab.spec.spec import Spec
 from tests.pool import Place, Pool
-from tests.rank.test_evaluation import RESNET
-from tests.rank.test_lr_schedule import COSINE
-from tests.rank.test_session import DDP, apply, call, fails, play, running, session, spec, train
+from tests.rank.test_generation import RESNET
+from tests.rank.test_session import COSINE, DDP, apply, call, fails, play, running, session, spec, train
 
 IMAGES: dict[str, Any] = {**DDP, "model": RESNET, "data": "images"}
 HYBRID = {"sharding": "hybrid_shard", "shard_size": 2}
@@ -79,12 +79,16 @@ def _undisturbed(place: Place, plan: list[dict[str, Any]], root: str) -> list[An
 
 
 def _resumed(place: Place, plan: list[tuple[dict[str, Any], str]]) -> list[Any]:
-    s, told = session(place), []
-    for given, path in plan:
+    """Each is suspended once more before it goes on: all of them are in memory then."""
+    s, told = session(place), list[Any]()
+    for i, (given, path) in enumerate(plan):
         torch.manual_seed(0)
-        back = s.restore("again", given, path)
-        drawn = torch.rand(3).tolist()
-        told.append((back, s.train(2, checks=[3])["events"], drawn))
+        back = s.restore(f"again {i}", given, path)
+        told.append((back, torch.rand(3).tolist()))
+        assert s.suspend()["suspended_bytes"] > 0
+    for i, (back, drawn) in enumerate(told):
+        assert s.resume(f"again {i}") == {"step": 2}
+        told[i] = back, s.train(2, checks=[3])["events"], drawn
     s.close()
     return told
 
@@ -124,6 +128,8 @@ def test_a_resumed_run_goes_on_bit_for_bit(pool: Pool, undisturbed: list[Any]) -
             assert back["step"] == 2 and back["carried"] and drawn == redrawn
             _same(events, resumed_events)
             assert events[-1]["checksum"] is not None
+            assert [e["first_after_switch"] for e in resumed_events] == [True, False]
+            assert not any(e["ledger"] for e in resumed_events), "it was not long enough for one"
             assert bool(ended) == (rank == 0), "rank 0 makes it a checkpoint, and says so"
         assert undisturbed[0][kind][2]["error"] == ""
     assert undisturbed[0][0][1] != undisturbed[1][0][1], "each rank has random numbers of its own"
@@ -160,6 +166,7 @@ def test_a_resume_with_other_patterns_is_as_a_switch(pool: Pool, tmp_path: Path)
 
 def passed_on(pool: Pool, path: str, root: Path, given: Sequence[Spec]) -> str:
     """A checkpoint that came from this one by restoring and saving under each Spec, without a step between."""
+    root.mkdir()
     for one in given:
         restore, save = call("restore", "passed on", one.to_dict(), path), call("save", str(root))
         told = play(pool, one.world_size, restore, save, call("saves", 30.0))
@@ -171,11 +178,17 @@ def passed_on(pool: Pool, path: str, root: Path, given: Sequence[Spec]) -> str:
 def test_through_other_backends_and_other_numbers_of_ranks_no_bit_is_lost(
     pool: Pool, undisturbed: list[Any], tmp_path: Path
 ) -> None:
+    """Nor of a batchnorm's statistics, which are each rank's own, and have another name under each wrapper."""
     way = [spec(3, backend="fsdp2", **PLAIN), spec(1, **DDP, **PLAIN), spec(4, **HYBRID, **PLAIN)]
-    path = passed_on(pool, undisturbed[0][0][2]["path"], tmp_path, way)
-    again = resumed(pool, [({"backend": "fsdp1", **PLAIN}, path)])
+    path = passed_on(pool, undisturbed[0][0][2]["path"], tmp_path / "plain", way)
+    kind = KINDS.index(IMAGES)
+    others: list[dict[str, Any]] = [{"backend": "lab"}, {"backend": "fsdp1"}, {"backend": "fsdp2", "recompute": "full"}]
+    way = [spec(**{**IMAGES, "sharding": "full_shard", **changes}) for changes in others]
+    images = passed_on(pool, undisturbed[0][kind][2]["path"], tmp_path / "images", way)
+    again = resumed(pool, [({"backend": "fsdp1", **PLAIN}, path), (IMAGES, images)])
     sums = [0, 0]  # of both ranks: which of them holds what is another backend's choice
     for rank in range(2):
+        _same(undisturbed[rank][kind][0], again[rank][1][1])
         events, (back, resumed_events, _) = undisturbed[rank][0][0], again[rank][0]
         for one, other in zip(events, resumed_events, strict=True):
             assert [one[name] for name in ("step", "samples", "lr", "loss")] == [
@@ -187,43 +200,26 @@ def test_through_other_backends_and_other_numbers_of_ranks_no_bit_is_lost(
 
 
 @pytest.mark.slow
-def test_statistics_of_a_batchnorm_come_through_every_backend(
-    pool: Pool, undisturbed: list[Any], tmp_path: Path
-) -> None:
-    """Each rank has its own, and each wrapper another name for them."""
-    kind = KINDS.index(IMAGES)
-    others: list[dict[str, Any]] = [{"backend": "lab"}, {"backend": "fsdp1"}, {"backend": "fsdp2", "recompute": "full"}]
-    way = [spec(**{**IMAGES, "sharding": "full_shard", **changes}) for changes in others]
-    again = resumed(pool, [(IMAGES, passed_on(pool, undisturbed[0][kind][2]["path"], tmp_path, way))])
-    for rank in range(2):
-        _same(undisturbed[rank][kind][0], again[rank][0][1])
-
-
-@pytest.mark.slow
 def test_every_element_is_written_once_and_nothing_is_pickled(undisturbed: list[Any]) -> None:
     for kind, changes in enumerate(KINDS):
-        _written_once(undisturbed, kind, changes)
+        saved = find(undisturbed[0][kind][2]["path"])
+        found: dict[str, list[tuple[int, int]]] = {}
+        for name in saved.manifest["files"]:
+            with safe_open(saved.path / name, framework="pt") as f:
+                offsets = json.loads(f.metadata()["DCP_SHARDING_INFO"])
+                for key in f.keys():  # noqa: SIM118
+                    start = offsets[key]["saved_offsets"][0]
+                    found.setdefault(key, []).append((start, start + f.get_slice(key).get_shape()[0]))
+        for name, shape in saved.manifest["parameters"].items():
+            for slot in ("parameter", *(f"optimizer.{s}" for s in saved.manifest["optimizer"]["slots"])):
+                parts = sorted(found.pop(f"{slot}.{name}"))
+                assert parts[0][0] == 0 and parts[-1][1] == torch.Size(shape).numel()
+                assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
+        assert {key.split(".")[0] for key in found} <= {"buffer", "random"}
+        assert sorted(p.name for p in saved.path.iterdir()) == sorted([MANIFEST, *saved.manifest["files"]])
+        assert saved.spec == spec(**changes) and saved.run == f"run{kind}"
     one, other = find(undisturbed[0][KINDS.index(IMAGES)][2]["path"]).manifest["files"].values()
     assert abs(one - other) < 0.01 * one, "replicas write together"
-
-
-def _written_once(undisturbed: list[Any], kind: int, changes: dict[str, Any]) -> None:
-    saved = find(undisturbed[0][kind][2]["path"])
-    found: dict[str, list[tuple[int, int]]] = {}
-    for name in saved.manifest["files"]:
-        with safe_open(saved.path / name, framework="pt") as f:
-            offsets = json.loads(f.metadata()["DCP_SHARDING_INFO"])
-            for key in f.keys():  # noqa: SIM118
-                start = offsets[key]["saved_offsets"][0]
-                found.setdefault(key, []).append((start, start + f.get_slice(key).get_shape()[0]))
-    for name, shape in saved.manifest["parameters"].items():
-        for slot in ("parameter", *(f"optimizer.{s}" for s in saved.manifest["optimizer"]["slots"])):
-            parts = sorted(found.pop(f"{slot}.{name}"))
-            assert parts[0][0] == 0 and parts[-1][1] == torch.Size(shape).numel()
-            assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
-    assert {key.split(".")[0] for key in found} <= {"buffer", "random"}
-    assert sorted(p.name for p in saved.path.iterdir()) == sorted([MANIFEST, *saved.manifest["files"]])
-    assert saved.spec == spec(**changes) and saved.run == f"run{kind}"
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------

@@ -1,15 +1,18 @@
-"""The checksum of the parameters: the same however they are sharded, another when one element is."""
+"""The checksum of the parameters and the gradient's norm: the same however they are sharded, another when one element is."""
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.engine import ParamShard
-from fsdp_lab.rank.trainer import checksum
+from fsdp_lab.rank.trainer import _rounded, checksum, squared_norm
 from tests.pool import Pool
 from tests.rank.test_session import DDP, apply, play, spec, train
 
@@ -45,20 +48,11 @@ def test_the_checksum_is_that_of_the_parameters_whatever_holds_them(pool: Pool) 
     assert [len(different) for different in sums.values()] == [1] * len(sums)
 
 
-class Held:
-    """A backend as far as a checksum needs one."""
-
-    def __init__(self, *shards: ParamShard) -> None:
-        self._param_shards = list(shards)
-
-    def param_shards(self) -> list[ParamShard]:
-        return self._param_shards
-
-
 def piece(name: str, values: torch.Tensor, start: int = 0, stop: int | None = None) -> Any:
+    """A backend as far as a checksum needs one."""
     stop = values.numel() if stop is None else stop
     held: Any = ParamShard(name=name, shape=values.shape, start=start, stop=stop, local=values[start:stop], param=None)
-    return Held(held)
+    return SimpleNamespace(param_shards=lambda: [held])
 
 
 def test_parts_add_up_and_every_element_counts() -> None:
@@ -76,3 +70,32 @@ def test_parts_add_up_and_every_element_counts() -> None:
     assert checksum(piece("w", changed)) != whole
     zeros = (torch.tensor([zero, 1.0]) for zero in (0.0, -0.0))
     assert len({checksum(piece("w", t)) for t in zeros}) == 1, "the sign of zero is nothing"
+
+
+def random(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator)
+
+
+@pytest.mark.parametrize("shape", [(1200, 2500), (1, 3_000_000), ()], ids=str)
+def test_it_is_exact_of_a_large_tensor(shape: tuple[int, ...]) -> None:
+    """Of which torch sums the squares one after the other, in fp32, where it is asked for the norm of all at once."""
+    t = random(*shape)
+    for one in (t, t.t() if t.dim() == 2 else t, t.reshape(-1)):
+        assert float(squared_norm([one], torch.device("cpu"))) == pytest.approx(
+            float(one.double().square().sum()), rel=1e-13
+        )
+
+
+def test_it_has_the_same_bits_however_the_elements_are_cut() -> None:
+    t = random(200_003)
+    cuts = [[t], list(t.split(77)), list(t.split(40_000)), list(reversed(t.split(12_345)))]
+    assert len({_rounded(math.sqrt(float(squared_norm(cut, torch.device("cpu"))))) for cut in cuts}) == 1
+    assert float(squared_norm([], torch.device("cpu"))) == 0.0
+
+
+@pytest.mark.parametrize("norm", [0.0, 1.0, 1 / 3, 1e-300, 1e300])
+def test_it_is_rounded_to_the_precision_of_fp32_and_not_to_its_range(norm: float) -> None:
+    rounded = _rounded(norm)
+    assert rounded == pytest.approx(norm, rel=2.0**-24) and _rounded(rounded) == rounded
+    assert norm in (0.0, 1.0) or rounded != norm

@@ -19,7 +19,7 @@ from fsdp_lab.rank.measure import StepMeter
 from fsdp_lab.spec.spec import Spec
 from fsdp_lab.wire import WireContext
 from tests.pool import Place, Pool
-from tests.rank.test_session import BACKENDS, apply, play, running, session, train, trainer_of
+from tests.rank.test_session import BACKENDS, apply, call, play, running, session, train, trainer_of
 
 # Every size is a multiple of 4 elements for each of two ranks: no shard and no slot of a flat buffer is padded.
 WIDTH, HEADS, LAYERS, VOCABULARY, SEQ, BATCH = 32, 4, 3, 384, 16, 2
@@ -161,7 +161,9 @@ def by_strategy(pool: Pool) -> dict[str, StepEvent]:
 
 
 @pytest.mark.slow
-def test_every_byte_has_a_class_under_every_strategy(by_strategy: dict[str, StepEvent]) -> None:
+def test_every_byte_has_a_class_under_every_strategy_and_what_is_offloaded_is_not_the_device_s(
+    by_strategy: dict[str, StepEvent],
+) -> None:
     for name, event in by_strategy.items():
         m = event.memory
         assert m.at_peak.total_bytes == m.peak_bytes > 0, name
@@ -169,15 +171,15 @@ def test_every_byte_has_a_class_under_every_strategy(by_strategy: dict[str, Step
         assert event.memory_curve[-1].classes.activations_bytes == 0, name
         assert {f"transformer.h.{i}" for i in range(LAYERS)} <= {s.unit for s in event.memory_curve}, name
         assert event.memory_curve[-1].classes.unsharded_bytes == (4 * ALL if name == "zero1" else 0), name
-
-
-@pytest.mark.slow
-def test_what_is_offloaded_is_not_the_device_s(by_strategy: dict[str, StepEvent]) -> None:
     event = by_strategy["fsdp2, offload of all"]
     assert event.memory.host_bytes == 4 * (4 * ALL // 2)  # parameters, gradients, twice that of state
     assert all(s.classes.parameters_bytes == s.classes.optimizer_bytes == 0 for s in event.memory_curve)
     begin, end = event.memory_curve[0].classes, event.memory_curve[-1].classes
     assert begin.total_bytes == 0 and end.total_bytes < 4096
+    # gradients are whole between two micro-batches of which only the last communicates; the second forward finds them
+    curve = by_strategy["two micro-batches"].memory_curve
+    second = [s for s in curve if (s.phase, s.unit, s.moment) == ("forward", "transformer.h.0", "begin")][1]
+    assert second.classes.gradients_bytes == 4 * ALL
     partly = by_strategy["offload of the optimizer"]  # leaves a copy to gather from
     assert {s.classes.parameters_bytes for s in partly.memory_curve} == {4 * ALL // 2}
     assert partly.memory_curve[-1].classes.optimizer_bytes == partly.memory_curve[-1].classes.gradients_bytes == 0
@@ -199,14 +201,6 @@ def test_recompute_keeps_the_inputs_of_blocks_alone(
 
 
 @pytest.mark.slow
-def test_gradients_that_are_not_reduced_yet_are_whole(by_strategy: dict[str, StepEvent]) -> None:
-    """Between two micro-batches of which only the last communicates; the second forward finds them."""
-    curve = by_strategy["two micro-batches"].memory_curve
-    second = [s for s in curve if (s.phase, s.unit, s.moment) == ("forward", "transformer.h.0", "begin")][1]
-    assert second.classes.gradients_bytes == 4 * ALL
-
-
-@pytest.mark.slow
 def test_ledger_steps_come_when_they_are_asked_for(pool: Pool) -> None:
     early = train(1, ledgers=[0])  # put off to the third
     for _, *answers in play(pool, 2, apply(spec(recompute="full")), early, train(4), train(5, ledgers=[6, 8])):
@@ -216,6 +210,15 @@ def test_ledger_steps_come_when_they_are_asked_for(pool: Pool) -> None:
         assert [e.memory.peak_bytes > 0 for e in events] == [False, False, *[True] * 8]
         assert events[3].memory.at_peak == events[2].memory.at_peak  # repeated until the next
         assert all(e.memory.parameters_bytes == 4 * ALL // 2 for e in events)
+
+
+def test_what_a_ledger_step_found_is_kept_and_what_is_dropped_is_gone(pool: Pool) -> None:
+    resume, suspend = call("resume", "run"), call("suspend")
+    calls = (apply(spec()), train(4), suspend, resume, train(4), suspend, call("discard", ["run", "another"]), resume)
+    for *_, after, trained, _, dropped, gone in play(pool, 2, *calls):
+        assert after == {"step": 4} and dropped == {"discarded": 1} and gone == {"step": None}
+        assert not any(e["ledger"] for e in trained["events"])
+        assert all(e["memory"]["peak_bytes"] > 0 for e in trained["events"])  # as before it was suspended
 
 
 # -- by hand ---------------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def test_a_stop_does_not_wait_for_the_link(pool: Pool) -> None:
 
 # -- what the collectives of a training go over, told in the first step after a switch ---------------------------------
 
-HYBRID = {"sharding": "hybrid_shard", "shard_size": 2}
+HYBRID, MAPPED = {"sharding": "hybrid_shard", "shard_size": 2}, {"gather": "mapped"}
 
 
 def test_it_is_measured_once_and_told_after_each_switch(pool: Pool) -> None:
@@ -106,9 +106,33 @@ def _on_two_hosts(place: Place, calls: list[Call]) -> list[tuple[Carrier, ...]]:
 
 @pytest.mark.slow
 def test_hybrid_sharding_has_memory_inside_hosts_and_gloo_between_them(pool: Pool) -> None:
-    plan = [spec(4, **HYBRID), spec(4, **HYBRID, gather="mapped"), spec(4)]
+    plan = [spec(4, **HYBRID), spec(4, **HYBRID, **MAPPED), spec(4)]
     calls = [c for given in plan for c in (apply(given, fresh=True), train(1))]
     for hybrid, mapped, whole in pool.run(_on_two_hosts, 4, calls, reduction=None):
         for carriers in (hybrid, mapped):
             assert [(c.between, c.name) for c in carriers] == [("shards", "shared memory"), ("replicas", "Gloo")]
         assert [(c.between, c.name) for c in whole] == [("ranks", "Gloo")]
+
+
+def test_a_switch_to_mapped_shards_and_from_them_keeps_every_bit_and_nothing_is_gathered(
+    pool: Pool, steady: list[float]
+) -> None:
+    kinds = [({}, 4), (MAPPED, 4), ({**MAPPED, "sharding": "zero1"}, 1), (DDP, 1)]
+    (told, _), answers = follow(pool, [(spec(**changes), count) for changes, count in kinds])
+    assert [e.mean_loss for e in told] == steady and all(answer["carried"] for answer in answers[1:])
+    there, here = told[3], told[7]
+    assert here.comm["all_gather"].calls == there.comm["all_gather"].calls >= 3
+    assert here.comm["all_gather"].link_bytes == 0 < there.comm["all_gather"].link_bytes
+    # shards end with a page
+    assert there.comm["reduce_scatter"].link_bytes <= here.comm["reduce_scatter"].link_bytes
+    assert here.memory.at_peak.unsharded_bytes == 0 < there.memory.at_peak.unsharded_bytes
+    assert here.memory.at_peak.communication_bytes == there.memory.at_peak.communication_bytes
+    assert here.memory.parameters_bytes >= there.memory.parameters_bytes
+    assert here.memory.peak_bytes < there.memory.peak_bytes
+
+
+def test_ranks_without_shared_memory_refuse_it_and_go_on(pool: Pool) -> None:
+    calls = (apply(spec()), train(1), fails(apply(spec(**MAPPED))), train(2))
+    for *_, said, after in play(pool, 2, *calls, shared_memory=False):
+        assert said.startswith("SpecError: strategy.gather: mapped is for ranks that share memory, and these do not")
+        assert len(after["events"]) == 2

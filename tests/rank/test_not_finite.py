@@ -13,7 +13,7 @@ from fsdp_lab.backends.base import Backend, local_tensor
 from fsdp_lab.rank import Session
 from tests.covering import tiered
 from tests.pool import Place, Pool
-from tests.rank.test_session import BACKENDS, running, spec, trainer_of
+from tests.rank.test_session import BACKENDS, COSINE, running, spec, trainer_of
 
 WAY_OUT = "; the step was applied on no rank; lower lr, set clip_norm, or use precision bf16 or fp32"
 
@@ -89,16 +89,22 @@ def test_a_sum_that_overflows_is_said_by_rank_0(pool: Pool) -> None:
     assert one.startswith("RankAborted: rank 0 failed: NotFinite: the gradient norm of step 0 ") and step == 1
 
 
-def _scaled(place: Place) -> tuple[list[bool], str]:
+FP16 = {"precision": "fp16", "lr": 1e-4, **COSINE}
+
+
+def _scaled(place: Place) -> tuple[list[dict[str, Any]], str]:
     nan = {"kind": "nan", "ranks": [1], "phase": "backward"}
-    with running(place, spec(precision="fp16")) as s:
+    with running(place, spec(**FP16)) as s:
         s.arm(nan)
-        skipped = [e["skipped"] for e in s.train(2)["events"]]
+        events = s.train(3)["events"]
         trainer_of(s).scaler.scale = 1.0  # as after sixteen such steps
         s.arm(nan)
-        return skipped, said_by(s)
+        return events, said_by(s)
 
 
-def test_fp16_skips_the_step_while_its_scale_can_be_lowered(pool: Pool) -> None:
-    (skipped, _), (_, said) = pool.run(_scaled, 2, reduction=None)
-    assert skipped == [True, False] and said.startswith("NotFinite: its gradient of ")
+def test_fp16_skips_the_step_while_its_scale_can_be_lowered_and_it_counts(pool: Pool) -> None:
+    (events, _), (_, said) = pool.run(_scaled, 2, reduction=None)
+    told = [(e["skipped"], e["loss_scale"]) for e in events]
+    assert told == [(True, 2.0**16), (False, 2.0**15), (False, 2.0**15)]
+    assert [e["lr"] for e in events] == [1e-4 * spec(**FP16).workload.rates.factor(step) for step in range(3)]
+    assert said.startswith("NotFinite: its gradient of ")

@@ -147,30 +147,25 @@ def losses_in(answers: Sequence[Any]) -> list[float]:
 
 @pytest.mark.slow
 def test_the_state_of_modules_beside_their_parameters_goes_along(pool: Pool, tmp_path: Path) -> None:
-    """Through switches, suspensions and a checkpoint."""
+    """Through switches, suspensions and a checkpoint; of a class that no checkpoint holds, through the others."""
+    unsaved = spec(**own(cell(STATE.replace("(1, 2)", "nn.Identity()"), 19)))
     made = spec(**own(cell(STATE, 18)))
     switched = turns([made.replace(**changes) for changes in BACKENDS.values()])
     switched += [call("save", str(tmp_path)), call("saves", 30.0)]
     resumed = [call("restore", "run", made.to_dict(), str(tmp_path)), steps(2)]
     before = play_own(pool, *switched, specs=[made])
-    after = play_own(pool, *resumed, apply(made, "steady", fresh=True), steps(10), specs=[made])
-    for begun, told in zip(before, after, strict=True):
-        assert [*losses_in(begun), *losses_in(told[:-1])] == losses_in(told[-1:])
+    resumed += [apply(made, "steady", fresh=True), steps(10), *turns([unsaved] * 2), fails(call("save", str(tmp_path)))]
+    after = play_own(pool, *resumed, apply(unsaved, "steady", fresh=True), steps(4), specs=[made, unsaved])
+    for begun, (_, end, _, steady, *turned, refused, _, other) in zip(before, after, strict=True):
+        assert [*losses_in(begun), *losses_in([end])] == losses_in([steady])
+        assert losses_in(turned) == losses_in([other])
+        assert "save: blocks.0._extra_state has things of classes" in refused
     saved = find(tmp_path)
     check_same(saved, made.replace(world_size=4, micro_batch=1))
     saved.manifest["modules"][1]["module.1.blocks.0._extra_state"][1] = "another"
     sentence = r"world_size: blocks.0._extra_state differs between the ranks .*resume on 2 ranks"
     with pytest.raises(SpecError, match=sentence):
         check_same(saved, made.replace(world_size=4, micro_batch=1))
-
-
-@pytest.mark.slow
-def test_state_of_a_class_that_no_checkpoint_holds_goes_along_and_cannot_be_saved(pool: Pool, tmp_path: Path) -> None:
-    made = spec(**own(cell(STATE.replace("(1, 2)", "nn.Identity()"), 19)))
-    calls = (*turns([made, made]), fails(call("save", str(tmp_path))), apply(made, "steady", fresh=True), steps(4))
-    for told in play_own(pool, *calls, specs=[made]):
-        assert losses_in(told[:-1]) == losses_in(told[-1:])
-        assert "save: blocks.0._extra_state has things of classes" in told[-3]
 
 
 def _stopped_in_a_step(place: Place, sent: Any, given: dict[str, Any]) -> tuple[list[Any], list[Any], bool]:

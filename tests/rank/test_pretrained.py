@@ -1,4 +1,5 @@
-"""Trained weights on the ranks: the values of a folder, whatever the backend and the number of ranks, and what they cost."""
+"""Trained weights on the ranks: the values of a folder, whatever the backend and the number of ranks, and what they cost.
+Low-rank adapters: equal bits under every backend, memory as computed, and a folder that peft opens."""
 
 from __future__ import annotations
 
@@ -11,24 +12,31 @@ from unittest import mock
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors import safe_open
-from transformers import AutoModelForMaskedLM
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.events import StepEvent
+from fsdp_lab.export import export_model
 from fsdp_lab.models.batches import Batches
 from fsdp_lab.models.build import Initializer, build_skeleton
+from fsdp_lab.models.check import check
 from fsdp_lab.models.configs import resolve
+from fsdp_lab.models.lora import adapted
 from fsdp_lab.planner.memory import loading_bytes
+from fsdp_lab.planner.questions import planned_memory
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.rank import lifecycle
 from fsdp_lab.rank.measure import HostPeak
 from fsdp_lab.spec.spec import Spec
+from tests.export.test_pretrained import continued, written
 from tests.models.small import filled
 from tests.pool import Place, Pool
 from tests.pretrained import MINILM_FRESH
 from tests.rank.test_labels import BERT
-from tests.rank.test_session import BACKENDS, apply, play, running, session, train, trainer_of
+from tests.rank.test_same_bits import summed
+from tests.rank.test_session import BACKENDS, DDP, SMALL, apply, play, running, session, spec, train, trainer_of
 
 
 def minilm_spec(folder: Path, ranks: int = 2, **changes: Any) -> Spec:
@@ -182,3 +190,80 @@ def test_loading_takes_the_memory_of_shards_and_about_one_unit(pool: Pool, tmp_p
         assert own == pytest.approx(whole / 2, rel=0.01)
         assert 0.9 * own < peak < own + 1.5 * UNIT_BYTES, (peak, own)
         assert 0.9 * own < said <= peak + (1 << 20), (said, peak)
+
+
+# -- adapters --------------------------------------------------------------------------------------------------------
+
+LORA = {"r": 4, "targets": ["c_attn", "c_proj", "wte"]}  # wte is tied to the head
+ADAPTED: tuple[dict[str, Any], ...] = (
+    {"sharding": "shard_grad_op", "recompute": "full", "offload": "optimizer"}, {"backend": "fsdp2"}, {"backend": "fsdp1"},
+    DDP,
+)  # fmt: skip
+STEPS = 4
+
+
+@pytest.mark.slow
+def test_all_backends_and_a_live_switch_train_the_same_adapters_in_the_memory_of_theory_and_of_the_plan(
+    pool: Pool,
+) -> None:
+    """They begin with the loss of the model alone."""
+    calls = [
+        c for kind in ADAPTED for c in (apply(spec(**kind, lora=LORA), fresh=True), train(STEPS, checks=range(STEPS)))
+    ]
+    for i, kind in enumerate(ADAPTED):
+        calls += [apply(spec(**kind, lora=LORA), fresh=i == 0), train(1, checks=[i])]
+    by_rank = play(pool, 2, *calls, apply(spec(), fresh=True), train(2, checks=range(2)), reduction="rank_ordered")
+    found = [[a["events"] for a in answers[1::2]] for answers in by_rank]
+    n = len(ADAPTED)
+    # by rank the events of each backend with adapters, of a switch through all of them, and last of the model alone
+    of_ranks = [[*told[:n], [e for one in told[n:-1] for e in one], told[-1]] for told in found]
+    adapters = [summed(list(one)) for one in zip(*of_ranks, strict=True)][:-1]
+    assert adapters == adapters[:1] * (len(ADAPTED) + 1)
+    with_adapters, alone = ([e["mean_loss"] for e in of_ranks[0][i]] for i in (0, -1))
+    assert with_adapters[0] == alone[0] and with_adapters[1] != alone[1]
+    assert with_adapters[-1] < with_adapters[0], "they learn"
+    for kind in (2, 3):  # fsdp1 and ddp
+        given, told = spec(**ADAPTED[kind], lora=LORA), [events[kind] for events in of_ranks]
+        model = adapted(resolve(SMALL), given.workload.adapters)
+        whole = 4 * sum(p.numel() for p in model.parameters())
+        trained = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+        copies = 2 if ADAPTED[kind] is DDP else 1
+        for name, theory in (("parameters", whole), ("gradients", trained), ("optimizer", 2 * trained)):
+            of_all = sum(events[-1]["memory"][f"{name}_bytes"] for events in told)  # FSDP1 shares them unevenly
+            assert of_all == pytest.approx(copies * theory, rel=0.05), name
+        planned = planned_memory(given, device="cpu").at_peak
+        assert planned.total_bytes == pytest.approx(max(e[-1]["memory"]["peak_bytes"] for e in told), rel=0.05)
+
+
+@pytest.mark.slow
+def test_peft_opens_what_is_exported_and_writes_the_same(pool: Pool, tmp_path: Path) -> None:
+    base = build_skeleton(resolve(SMALL))
+    drawn = Initializer(base, 3)
+    base.save_pretrained(tmp_path / "base", state_dict={n: drawn(n) for n, _ in base.named_parameters()})
+    (tmp_path / "saved").mkdir()
+    given = spec(model=str(tmp_path / "base"), lora=LORA, lr=0.05)
+    prompts = ["def f(", "import"]
+    one, other = pool.run(written, 2, given.to_dict(), str(tmp_path / "saved"), prompts, 12, reduction=None)
+    folder = export_model(tmp_path / "saved", tmp_path / "adapters")
+    files = {p.name for p in folder.iterdir()}
+    assert files >= {"adapter_config.json", "adapter_model.safetensors", "tokenizer_config.json"}
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert model.peft_config["default"].base_model_name_or_path == str(tmp_path / "base")
+    assert continued(model, tokenizer, prompts, 12) == {**one, **other}
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ({"r": 0}, "r=0 is refused"), ({"alpha": 3}, "is refused"), ({"r": 2, "alpha": -1}, "alpha=-1 is refused"),
+    ({"r": 2, "targets": "c_attn"}, "targets='c_attn' is refused"), ({"r": 2, "targets": []}, "targets=[] is refused"),
+    ({"r": 2, "dropout": 0.1}, "is refused"), (8, "give an object such as"),
+])  # fmt: skip
+def test_what_is_no_adapter_is_refused(given: Any, said: str) -> None:
+    refusal = Spec().validate(lora=given)
+    assert refusal is not None and refusal.field == "workload.lora" and said in str(refusal)
+
+
+def test_targets_that_the_model_has_not_are_refused_with_those_it_has() -> None:
+    with pytest.raises(SpecError, match=r"workload.lora: no adapters can be put .* give targets, some of .*c_attn"):
+        check(spec(lora={"r": 2, "targets": ["q_proj"]}).workload)
+    check(spec(lora={"r": 2}).workload)

@@ -1,12 +1,16 @@
-"""Rank 0's store is on one machine a file that only this user opens, on several a port of one address. Groups that could not
-be opened do not keep ranks from meeting later."""
+"""Rank 0's store is on one machine a file that only this user opens, on several a port of one address. Groups that could
+not be opened do not keep ranks from meeting later. A store may not answer, and a rank sees that
+a peer of its machine is gone."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+import threading
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
@@ -14,6 +18,8 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from fsdp_lab.base.process import Identity, machine
+from fsdp_lab.rank.abort import BoundedStore, Peers
 from fsdp_lab.rank.rendezvous import FILE, close_groups, find_store, host_store, open_groups, own_connection
 from fsdp_lab.wire import WireContext
 from tests.pool import Place, Pool
@@ -91,7 +97,9 @@ def test_without_files_in_memory_the_store_is_in_a_private_folder_that_goes_with
 
 
 @pytest.mark.parametrize("what", ["", "file"])
-def test_a_store_that_others_may_open_is_refused_and_no_descriptor_is_left(tmp_path: Path, what: str) -> None:
+def test_a_store_that_others_may_open_or_have_is_refused_and_no_descriptor_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
     folder = tmp_path / "folder"
     folder.mkdir(mode=0o700)
     (file := folder / "file").touch(mode=0o600)
@@ -105,11 +113,7 @@ def test_a_store_that_others_may_open_is_refused_and_no_descriptor_is_left(tmp_p
     with pytest.raises(ConnectionError, match=re.escape("No such file")):
         find_store(f"file:{tmp_path / 'none'}")
     assert psutil.Process().num_fds() == before
-
-
-def test_a_store_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tmp_path.chmod(0o700)
-    (file := tmp_path / "file").touch(mode=0o600)
+    (folder / what).chmod(0o600 if what else 0o700)
     mine = os.getuid()
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
     with pytest.raises(ConnectionError, match=f"belongs to user {mine} .* must be of user {mine + 1} alone"):
@@ -132,3 +136,49 @@ def _alone_first(place: Place) -> float:
 
 def test_a_rank_that_waited_in_vain_meets_the_others_afterwards(pool: Pool) -> None:
     assert pool.run(_alone_first, 2, reduction=None) == [3.0, 3.0]
+
+
+def test_a_request_without_an_answer_times_out_and_later_ones_work_again() -> None:
+    store, answers = BoundedStore(dist.HashStore(), 0.2), threading.Event()
+    assert store.call(lambda _: 1) == 1
+    with pytest.raises(dist.DistNetworkError, match=r"no answer for 0\.2 s"):
+        store.call(lambda _: answers.wait())
+    with pytest.raises(dist.DistNetworkError):
+        store.call(lambda _: 2)  # not sent while the previous one is pending
+    answers.set()
+    assert store._unanswered is not None and store._unanswered.result(10)
+    assert store.call(lambda _: 3) == 3
+    with pytest.raises(ZeroDivisionError):  # what a request raises is raised
+        store.call(lambda _: 1 / 0)
+
+
+def test_a_rank_without_memory_for_a_thread_asks_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    bounded = BoundedStore(dist.HashStore(), 1.0)
+    bounded.call(lambda s: s.set("why", "no memory"))
+    assert bounded.call(lambda s: s.get("why")) == b"no memory"
+
+
+def says(store: dist.Store, rank: int, process: Identity, where: str) -> None:
+    store.set(f"process/{rank}", json.dumps({"machine": where, "process": asdict(process)}))
+
+
+def test_a_peer_is_gone_when_its_process_is_and_no_other_process_is_taken_for_it() -> None:
+    store = dist.HashStore()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        process = Identity.of(child.pid)
+        says(store, 1, process, machine())
+        says(store, 2, process, "another machine")
+        says(store, 3, replace(process, born=process.born + "1"), machine())
+        peers = Peers(store, 0)
+        for rank in range(5):
+            peers.look_up(rank)
+        assert [peers.ended(rank) for rank in range(5)] == [False, False, False, True, False]
+    finally:
+        child.kill()
+        child.wait()
+    assert [peers.ended(rank) for rank in range(5)] == [False, True, False, True, False]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,9 +19,10 @@ import pytest
 
 from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.events import StepEvent
+from fsdp_lab.engine import known_groups
 from fsdp_lab.models import build
 from fsdp_lab.models.flops import Peak
-from fsdp_lab.rank import Session, prepare
+from fsdp_lab.rank import Session, __main__ as program, prepare
 from fsdp_lab.rank.trainer import Trainer
 from fsdp_lab.spec.spec import Spec
 from fsdp_lab.wire import RankAborted
@@ -31,6 +36,7 @@ def spec(world_size: int = 2, **changes: Any) -> Spec:
     return Spec(world_size=world_size).replace(model=SMALL, seq_len=32, micro_batch=2, lr=0.01).replace(**changes)
 
 
+COSINE = {"lr_schedule": "cosine", "warmup_steps": 2, "decay_steps": 6, "lr_end": 0.1}
 DDP = {"backend": "ddp", "sharding": "no_shard"}
 BACKENDS: dict[str, dict[str, Any]] = {
     "lab": {"backend": "lab"},
@@ -204,6 +210,14 @@ def test_a_light_change_rebuilds_nothing_and_as_many_reductions_are_made_as_micr
     assert mine[-1].tokens == 4 * 2 * 32 and mine[-1].samples - mine[-2].samples == 16
 
 
+def test_a_change_of_rates_needs_no_new_backend(pool: Pool) -> None:
+    """And it counts from the run's first step."""
+    linear = spec(1, lr=0.02, lr_schedule="linear", decay_steps=10)
+    [told] = play(pool, 1, *(c for given in (spec(1), linear, spec(1, **COSINE)) for c in (apply(given), train(2))))
+    factor, rates = spec(**COSINE).workload.rates.factor, [e["lr"] for a in told[1::2] for e in a["events"]]
+    assert rates == [0.01, 0.01, 0.02 * 0.8, 0.02 * 0.7, 0.01 * factor(4), 0.01 * factor(5)]
+
+
 EXPERTS = {"model_type": "switch_transformers", "d_model": 32, "num_layers": 2, "num_heads": 4, "d_kv": 8, "d_ff": 48,
            "vocab_size": 384, "pad_token_id": 0, "num_experts": 2, "decoder_start_token_id": 0}  # fmt: skip
 CACHES = {"model_type": "xlm", "emb_dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 384}
@@ -333,8 +347,6 @@ def test_forget_gives_memory_back(pool: Pool) -> None:
 
 def _switches_groups(place: Place, plans: list[dict[str, Any]], rounds: int) -> list[tuple[int, int]]:
     """Groups and threads of this process after each round of switches, once the session is at rest."""
-    from fsdp_lab.engine import known_groups
-
     s = session(place)
     found = []
     for _ in range(rounds):
@@ -372,3 +384,37 @@ def test_a_rank_that_comes_late_to_a_call_that_was_given_up_does_not_wait_in_the
     (late, mine), (first, theirs) = pool.run(_gone_before_the_other_comes, 2, spec().to_dict(), reduction=None)
     assert "rank 1 failed: ZeroDivisionError" in late and first == "ZeroDivisionError: division by zero"
     assert [e["step"] for e in mine] == [e["step"] for e in theirs] == [1, 2]
+
+
+# -- without a notebook: `torchrun -m fsdp_lab.rank spec.json` trains the same Spec ------------------------------------
+
+
+@pytest.mark.slow
+def test_each_step_is_a_line_of_json_and_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
+    (file := tmp_path / "spec.json").write_text(spec().to_json())
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0",
+               "--standalone", "-m", "fsdp_lab.rank", str(file), "--steps", "100000"]  # fmt: skip
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(3)]
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert all(lines), error
+    events = [StepEvent.from_dict(json.loads(line)) for line in lines]
+    assert [e.step for e in events] == [0, 1, 2] and {e.rank for e in events} == {0}
+    assert events[0].comm["all_gather"].calls > 0 and process.returncode != 0
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+def test_another_number_of_ranks_is_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "spec.json").write_text(spec().to_json())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(sys, "argv", ["fsdp_lab.rank", str(file)])
+    assert program.main() == 2
+    wanted = "world_size: the Spec needs 2 ranks and torchrun started 1; give torchrun --nproc-per-node 2"
+    assert wanted in capsys.readouterr().err

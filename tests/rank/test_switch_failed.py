@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -96,6 +96,28 @@ def test_nothing_is_lost(pool: Pool, steady: list[float]) -> None:
             assert said == [["RankAborted", "ZeroDivisionError"][rank]] * len(failures), failures
             assert in_old == (failures[0][0] != "when another has finished"), failures
         assert losses == steady[: len(CHAIN) + 2]
+
+
+def _aborted(place: Place, given: dict[str, Any]) -> Any:
+    """Rank 1 fails while the training is resumed; then it is resumed again."""
+    with running(place, given, reduction="rank_ordered") as s:
+        losses = [e["mean_loss"] for e in s.train(2)["events"]]
+        s.suspend()
+        failing = (
+            mock.patch.object(lifecycle, "build", side_effect=ZeroDivisionError) if place.rank == 1 else nullcontext()
+        )
+        with failing, pytest.raises((ZeroDivisionError, RuntimeError)):
+            s.resume("run")
+        step = s.resume("run")["step"]
+        losses += [e["mean_loss"] for e in s.train(2)["events"]]
+        again = s.resume("run")["step"]
+    return step, again, losses
+
+
+@pytest.mark.slow
+def test_an_abort_while_it_is_resumed_does_not_lose_it(pool: Pool, steady: list[float]) -> None:
+    for step, again, losses in pool.run(_aborted, 2, spec().to_dict(), reduction=None):
+        assert (step, again) == (2, None) and losses == steady[:4]
 
 
 def _busy(place: Place) -> tuple[list[int], list[int]]:

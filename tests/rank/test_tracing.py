@@ -29,23 +29,23 @@ def moved(spans: tuple[Span, ...], track: Track) -> Counter[str]:
     return Counter(s.unit for s in spans if s.track is track)
 
 
-CHUNKS = [3, 2]
+CHUNKS = [2, 2]
 
 
 @pytest.fixture(scope="module")
 def by_rank(pool: Pool) -> list[list[list[StepEvent]]]:
-    """By rank and backend: five steps in two chunks, and again with each step in a chunk of its own."""
+    """By rank and backend: four steps in two chunks, and again with each step in a chunk of its own."""
     calls = [c for changes in BACKENDS.values() for chunks in (CHUNKS, [1] * sum(CHUNKS))
              for c in (apply(spec(**changes), fresh=True), *(train(steps) for steps in chunks))]  # fmt: skip
     found = play(pool, 2, *calls, reduction="rank_ordered")
     events = [[StepEvent.from_dict(e) for a in told if "events" in a for e in a["events"]] for told in found]
-    return [[of_rank[i : i + 5] for i in range(0, len(of_rank), 5)] for of_rank in events]
+    return [[of_rank[i : i + 4] for i in range(0, len(of_rank), 4)] for of_rank in events]
 
 
 @pytest.mark.slow
 def test_the_last_step_of_a_chunk_is_told_span_by_span(by_rank: list[list[list[StepEvent]]]) -> None:
     for backend, events in ((b, e) for of_rank in by_rank for b, e in zip(BACKENDS, of_rank[::2], strict=True)):
-        assert [bool(e.spans) for e in events] == [False, False, True, False, True]
+        assert [bool(e.spans) for e in events] == [False, True, False, True]
         last = events[-1]
         thread = sorted((s for s in last.spans if s.track in THREAD), key=lambda s: s.start_s)
         assert 0.5 * last.step_time_s < sum(s.seconds for s in thread) < 1.02 * last.step_time_s, backend
@@ -144,10 +144,7 @@ def test_what_a_gpu_waits_for_is_read_from_its_kernels() -> None:
     assert found.exposed_s == {"all_gather": 6.0, "reduce_scatter": 4.0, "other": 1.0}
     assert (found.count, found.busy_s) == (7, 20.0)
     assert KernelTimes.of(kernels[::-1]) == found
-
-
-def test_a_span_that_the_profiler_draws_over_kernels_is_no_computing() -> None:
-    """`record_function` around a forward, and what torch opens around a collective, span the gaps on the GPU's streams."""
+    # what the profiler draws over kernels is no computing: `record_function`, and what torch opens around a collective
     kernels = [event("gemm", 0, 1), event(GATHER, 1, 5), event("gemm", 5, 6)]
     spans = [event("compute root", 0, 6, annotation=True), event("nccl:all_gather", 1, 5, annotation=True)]
     assert KernelTimes.of([*spans, *kernels]) == KernelTimes.of(kernels)
