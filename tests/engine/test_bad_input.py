@@ -119,10 +119,6 @@ def meshes(place: Place) -> None:
         step(model, place)
 
 
-def test_a_mesh_that_does_not_fit(pool: Pool) -> None:
-    pool.run(meshes, 4)
-
-
 def all_refused(model: Any, rows: Iterable[Refused]) -> None:
     for i, (how, says) in enumerate(rows):
         with noted(f"row {i}: {says}"), torch.no_grad(), refused(says):
@@ -188,6 +184,8 @@ CAST = "first.weight is sharded, and cannot be given data of another shape, dtyp
 PLAIN, NO_MODULE = r"Net is not sharded; call fully_shard\(module\) first", "a list was given where a module is needed"
 BENT = r"last.weight has the shape \(5, 6\), and the value"
 NONE, ON_META = "first.weight was given a NoneType", "what was given for last.weight.* is on meta"
+VIEWS = (Tensor.t, lambda p: p.expand(2, WIDTH, WIDTH), lambda p: p.chunk(2), lambda p: p[:, 0])
+IS_VIEW = "of a sharded tensor would be a view of elements that are on"
 CASTS: tuple[Refused, ...] = (
     (nn.Module.half, CAST),
     (lambda m: m.to(torch.bfloat16), CAST),
@@ -199,13 +197,7 @@ REFUSED: tuple[Refused, ...] = (
     (lambda m: fully_shard([m.blocks[1], m.blocks[2]]), TWICE),
     (copy.deepcopy, COPIED),
     (lambda m: copy.deepcopy(sharded_parameters(m)), "a flat parameter is a part of its model, and not copied"),
-    *(
-        (
-            lambda m, view=view: view(m.first.weight.detach()),
-            "of a sharded tensor would be a view of elements that are on",
-        )
-        for view in (Tensor.t, lambda p: p.expand(2, WIDTH, WIDTH), lambda p: p.chunk(2), lambda p: p[:, 0])
-    ),
+    *((lambda m, view=view: view(m.first.weight.detach()), IS_VIEW) for view in VIEWS),
     (
         lambda m: torch._foreach_add_([torch.zeros(p.shape) for p in m.parameters()], list(m.parameters())),
         "aten::_foreach_add_ was given a sharded tensor and a plain one",
@@ -235,10 +227,6 @@ def asked_of_a_model(place: Place) -> None:
         all_refused(model, rows)
         assert all(torch.equal(t, before[name]) for name, t in full_state(model))
         trains_on(model.to("cpu").float(), place)  # which changes nothing
-
-
-def test_what_is_asked_at_the_wrong_time(pool: Pool) -> None:
-    pool.run(asked_of_a_model, 2)
 
 
 # -- what cannot be sharded --------------------------------------------------------------------------------------------
@@ -877,33 +865,6 @@ def exceptions_that_the_model_catches(place: Place) -> None:
     trains_on(model, place)
 
 
-@everywhere(
-    asked_to_shard,
-    bad_parameters,
-    ignored_may_be_anything,
-    inner_unit_of_two_roots,
-    parameter_of_two_roots,
-    odd_parameters,
-    nothing_to_shard,
-    replaced,
-    written_to_while_gathered,
-    a_frozen_model_is_written_to,
-    written_to_between_steps,
-    written_to_inside_unshard,
-    inner_module_by_itself,
-    outputs_that_are_not_found,
-    parameters_taken_while_gathered,
-    state_inside_unshard,
-    state_of_another_rank,
-    optimizer_from_before,
-    hooks_of_optimizers_go_with_the_model,
-    a_layer_that_came_later,
-    two_views_of_the_same_values,
-    assigned_under_an_optimizer,
-    exceptions_in_a_step,
-    exceptions_while_accumulating,
-    exceptions_inside_unshard,
-    exceptions_that_the_model_catches,
-)
-def test_on_two_ranks(pool: Pool, scenario: Scenario) -> None:
-    pool.run(scenario, 2)
+@everywhere(globals(), of_four=(meshes,))
+def test_in_ranks(pool: Pool, scenario: Scenario, ranks: int) -> None:
+    pool.run(scenario, ranks)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +49,7 @@ from tests.engine.toys import (
     noted,
     refused,
 )
+from tests.export.ranks import torchrun
 from tests.pool import Place, Pool
 
 Loop = Callable[[Engine], None]
@@ -619,19 +621,42 @@ def test_unequal_numbers_of_batches(pool: Pool, where: str) -> None:
     assert re.match(told, said) and other == "", said
 
 
-@everywhere(
-    inner_units,
-    only_inner_units,
-    methods,
-    a_unit_that_calls_itself,
-    without_gradients_inside,
-    a_backward_inside_a_forward,
-    the_whole_model_recomputed,
-    freed_in_time,
-    handles,
-    a_part_that_does_not_communicate,
-    exceptions_in_a_loop,
-    slow=(what_the_first_gave, backwards_in_turn, dropped, parts_of_the_outputs, odd_inputs_and_outputs, recomputed),
-)
-def test_on_two_ranks(pool: Pool, scenario: Scenario) -> None:
-    pool.run(scenario, 2)
+SLOW = (what_the_first_gave, backwards_in_turn, dropped, parts_of_the_outputs, odd_inputs_and_outputs, recomputed)
+
+
+@everywhere(globals(), slow=SLOW)
+def test_in_ranks(pool: Pool, scenario: Scenario, ranks: int) -> None:
+    pool.run(scenario, ranks)
+
+
+# -- the engine's example in the reference, as it stands -------------------------------------------------------------------
+
+REPO = Path(__file__).resolve().parents[2]
+ENDING = """
+import glob  # a thread of Gloo's that is left may need the interpreter when it ends, and torch would abort
+threads = [open(path).read() for path in glob.glob("/proc/self/task/*/comm")]
+assert not any("gloo" in name for name in threads), threads
+assert len(whole) == 8 and all(t.isfinite().all() for t in whole.values())
+torch.manual_seed(0)  # the same numbers again, without shards: all ranks had one batch
+plain = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
+optimizer = torch.optim.AdamW(plain.parameters())
+for _ in range(3):
+    optimizer.zero_grad()
+    plain(torch.randn(8, 32)).square().mean().backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+    optimizer.step()
+assert expected > 0.05, expected  # something was clipped
+torch.testing.assert_close(norm.to_local(), expected)
+torch.testing.assert_close(whole, {name: p.detach() for name, p in plain.named_parameters()})
+"""
+
+
+@pytest.mark.slow
+def test_the_example_in_the_reference_runs(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (REPO / "notebooks" / "reference.md").read_text(encoding="utf-8"), re.S)
+    (example,) = [b for b in blocks if "fsdp_lab.engine" in b]
+    script = tmp_path / "example.py"
+    script.write_text(example + ENDING)
+    printed = torchrun(2, script, timeout_s=100)
+    norms = {line for line in printed.splitlines() if "tensor" in line}
+    assert len(norms) == 1, printed  # both ranks see the same whole parameter

@@ -211,9 +211,9 @@ def nothing_stays_behind(place: Place) -> None:
     assert runtime_of(training.model).watch is None
 
 
-@everywhere(slow_steps, closed_in_the_middle, trouble_in_the_step, nothing_stays_behind)
-def test_a_slow_step_is_a_step(pool: Pool, scenario: Scenario) -> None:
-    pool.run(scenario, 2)
+@everywhere(globals())
+def test_in_ranks(pool: Pool, scenario: Scenario, ranks: int) -> None:
+    pool.run(scenario, ranks)
 
 
 # -- a profiler's trace: one span for each phase, with its unit ---------------------------------------------------------

@@ -31,7 +31,7 @@ from fsdp_lab.engine.mesh import choose_device
 from fsdp_lab.engine.schedule import Direction, Phase
 from fsdp_lab.engine.unit import UnitState
 from fsdp_lab.spec.spec import Strategy
-from tests.engine.toys import Scenario, batch, by_block, gradients, is_clean, make, mean_square, refused
+from tests.engine.toys import Scenario, batch, by_block, everywhere, gradients, is_clean, make, mean_square, refused
 from tests.pool import Place, Pool
 
 Options = dict[str, Any]
@@ -187,20 +187,6 @@ def prefetching_of_an_inner_unit(place: Place) -> None:
     assert runtime_of(fully_shard(model)).rules.forward_prefetch == 2
 
 
-@pytest.mark.parametrize(
-    ("scenario", "world_size"),
-    [
-        (resharded, 2),
-        (precision_of_their_own, 2),
-        (prefetching_of_an_inner_unit, 2),
-        (state_of_units, 4),
-        (not_together, 4),
-    ],
-)
-def test_what_may_differ_between_units(pool: Pool, scenario: Scenario, world_size: int) -> None:
-    pool.run(scenario, world_size)
-
-
 # -- groups and devices ------------------------------------------------------------------------------------------------
 
 
@@ -301,8 +287,9 @@ def written_while_gathered(place: Place) -> None:
             assert torch.equal(model(batch(1, place.rank)), plain(batch(1, place.rank))), (by, sharding)
 
 
-def test_what_is_written_by_any_view_is_gathered(pool: Pool) -> None:
-    pool.run(written_while_gathered, 2)
+@everywhere(globals(), (no_group, destroyed), (state_of_units, not_together))
+def test_in_ranks(pool: Pool, scenario: Scenario, ranks: int) -> None:
+    pool.run(scenario, ranks)
 
 
 # -- hybrid sharding's all-reduce --------------------------------------------------------------------------------------

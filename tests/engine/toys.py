@@ -34,10 +34,17 @@ Loss = Callable[[nn.Module, Tensor], Tensor]
 Scenario = Callable[[Place], None]
 
 
-def everywhere(*scenarios: Scenario, slow: Sequence[Scenario] = ()) -> Any:
-    """A test for each of these functions, which it finds in its argument `scenario`."""
-    marked = [pytest.param(s, marks=pytest.mark.slow) for s in slow]
-    return pytest.mark.parametrize("scenario", [*scenarios, *marked], ids=lambda s: s.__name__)
+def everywhere(
+    module: dict[str, Any],
+    but: Sequence[Scenario] = (),
+    of_four: Sequence[Scenario] = (),
+    slow: Sequence[Scenario] = (),
+) -> Any:
+    """A test for each of a module's functions so far that are given a place alone and return nothing, with its ranks."""
+    own = [s for s in module.values() if getattr(s, "__module__", "") == module["__name__"] and s not in but]
+    found = [s for s in own if getattr(s, "__annotations__", {}) == {"place": "Place", "return": "None"}]
+    rows = [pytest.param(s, 4 if s in of_four else 2, marks=[pytest.mark.slow] * (s in slow)) for s in found]
+    return pytest.mark.parametrize(("scenario", "ranks"), rows, ids=lambda v: getattr(v, "__name__", str(v)))
 
 
 def refused(says: str, kind: type[Exception] = ShardError) -> Any:

@@ -1,8 +1,9 @@
-"""An exported script gives the run's losses, bit for bit, and does not know the lab."""
+"""An exported script gives the run's losses, bit for bit, without the lab; it has one's own code, or imports it."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import runpy
 import shutil
 import subprocess
@@ -16,16 +17,19 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from fsdp_lab.base.errors import SpecError
-from fsdp_lab.export import export_script
+from fsdp_lab.base.errors import ArgumentError, SpecError
+from fsdp_lab.cli.main import main
+from fsdp_lab.export import export_model, export_script, export_spec
 from fsdp_lab.export.script import script
 from fsdp_lab.models.batches import Batches
 from fsdp_lab.models.configs import resolve
-from fsdp_lab.spec.spec import Precision
+from fsdp_lab.spec.spec import Precision, Spec
 from tests.export.ranks import exported, in_the_lab, losses_of, spec, torchrun
 from tests.models import words
 from tests.models.small import filled
+from tests.own import TEXT, cell, own, spec as spec_of_own
 from tests.pool import Pool
+from tests.rank.test_own import saved, train_afresh
 
 STEPS = 3
 DDP = {"backend": "ddp", "sharding": "no_shard"}
@@ -39,6 +43,12 @@ GROUPS = [{"match": ["transformer.h.0.*"], "lr": 0.001}, {"match": ["*.ln_*", "*
 LORA = {"r": 4, "targets": ["q_proj", "down_proj", "embed_tokens"]}
 COSINE = {"lr_schedule": "cosine", "decay_steps": 3, "lr_end": 0.1}  # other rates from the second update on
 CHATS = [words.chat(*(words.text(*range(i, i + 1 + (i + j) % 4)) for j in range(2 + i % 3))) for i in range(80)]
+
+OWN: dict[str, dict[str, Any]] = {
+    "own": {"backend": "fsdp2", "clip_norm": 0.1, "accumulate": 2, "sync": "last", "seed": 3},
+    "own fsdp1": {"backend": "fsdp1", "wrap": "class:Block"},
+    "own dropout": {**DDP, "optimizer": "sgd", "lr": 0.1, "recompute": "every:2", "accumulate": 2},
+}
 
 
 def cases(folder: Path) -> dict[str, dict[str, Any]]:
@@ -84,17 +94,20 @@ def cases(folder: Path) -> dict[str, dict[str, Any]]:
 def test_losses_are_the_labs_bit_for_bit_on_two_ranks(pool: Pool, tmp_path: Path) -> None:
     """All under one torchrun: to start that takes longer than most scripts."""
     specs = {name: spec(**case) for name, case in cases(tmp_path).items()}
-    longer = in_the_lab(pool, specs, STEPS + 1)
+    dropout = cell(TEXT.replace("self.fc(self.norm(x))", "F.dropout(self.fc(self.norm(x)), 0.2, self.training)"), 13)
+    others = {name: spec_of_own(**own(dropout if DDP.items() <= c.items() else None, **c)) for name, c in OWN.items()}
+    longer = in_the_lab(pool, specs, STEPS + 1) | train_afresh(pool, others, STEPS)
+    specs |= others
     lab = {name: losses[:STEPS] for name, losses in longer.items()}
     assert all(len(set(losses)) == STEPS for losses in lab.values())  # it learns
     assert exported(tmp_path, specs, STEPS) == lab
     # Other work gives other losses: the comparison is not blind.
     alike = {frozenset(pair) for pair in itertools.combinations(specs, 2) if lab[pair[0]] == lab[pair[1]]}
     assert alike == {frozenset({"lora", "lora fsdp1"})}
-    adapters, others = (
+    adapters, of_fsdp1 = (
         load_file(tmp_path / f"{name}.saved" / "adapter_model.safetensors") for name in ("lora", "lora fsdp1")
     )
-    torch.testing.assert_close(adapters, others, rtol=0, atol=0)
+    torch.testing.assert_close(adapters, of_fsdp1, rtol=0, atol=0)
     # What peft opens goes on with the loss of the run's next step.
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     model, asked = PeftModel.from_pretrained(base, tmp_path / "lora.saved"), specs["lora"]
@@ -178,3 +191,103 @@ def test_what_a_script_does_not_read_is_refused(changes: dict[str, Any], field: 
     with pytest.raises(SpecError, match="a script .* or export the Spec itself") as refused:
         script(spec(**changes))
     assert refused.value.field == field
+
+
+# -- one's own code -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", OWN.values(), ids=OWN)
+def test_a_script_has_the_code_once_and_nothing_of_transformers(changes: dict[str, Any]) -> None:
+    text = script(spec_of_own(**own(**changes)))[0]
+    assert all(text.count(word) == 1 for word in ("WIDTH = 16", "class Net(", "class Block(", "class Samples("))
+    assert "OWN_MODEL, OWN_LOSS, OWN_DATA = build, loss, Samples" in text
+    assert "transformers import" not in text and "SEQ_LEN" not in text and "fsdp_lab import" not in text
+
+
+def test_a_script_imports_what_can_be_imported() -> None:
+    made = Spec().replace(model="tests.own_module:build", loss="tests.own_module:loss", data="tests.own_module:Samples")
+    text = script(made)[0]
+    assert "from tests.own_module import build\n" in text and "from tests.own_module import Samples\n" in text
+
+
+REFUSED: list[tuple[str, dict[str, str], str]] = [
+    ("SCALE = torch.ones(1)\n\ndef build():\n    return Net() if SCALE else None\n", {},
+     "workload.model: the source of build does not contain SCALE; define it inside"),
+    ("def make_optimizer():\n    return Net()\n", {"build": "make_optimizer"},
+     "workload.model: make_optimizer has two meanings in a script; rename it"),
+    ("samples = Samples()\n", {"Samples": "samples"},
+     "workload.data: the source of Samples does not contain the state of this Samples"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("more", "others", "said"), REFUSED)
+def test_what_a_script_cannot_contain_is_named(more: str, others: dict[str, str], said: str) -> None:
+    names = cell(f"{TEXT}\n\n{more}", 12)
+    names |= {name: names[other] for name, other in others.items()}
+    with pytest.raises(SpecError) as refused:
+        script(spec_of_own(**own(names)))
+    assert str(refused.value).startswith(said)
+
+
+@pytest.mark.slow
+def test_its_checkpoint_is_no_model_of_transformers(pool: Pool, tmp_path: Path) -> None:
+    saved(pool, spec_of_own(), tmp_path)
+    sentence = "checkpoint: .* is of a model of your own, which transformers does not know"
+    with pytest.raises(ArgumentError, match=sentence):
+        export_model(tmp_path, tmp_path / "model")
+
+
+# -- where an export goes, and what is refused before it is made ----------------------------------------------------------
+
+
+def test_files_are_written_whole_and_not_twice(tmp_path: Path) -> None:
+    for export, name in ((export_script, "train.py"), (export_spec, "spec.json")):
+        file = export(spec(), tmp_path / name)
+        (plain := tmp_path / "plain").touch()
+        assert file == tmp_path / name and file.stat().st_mode == plain.stat().st_mode
+        plain.unlink()
+        before = file.read_text()
+        with pytest.raises(ArgumentError, match=f"path: .*{name} exists already; name another file, or give force"):
+            export(spec(seed=9), file)
+        assert file.read_text() == before
+        assert export(spec(seed=9), file, force=True).read_text() != before
+    assert sorted(os.listdir(tmp_path)) == ["spec.json", "train.files", "train.py"]  # no part is left
+
+
+@pytest.mark.parametrize("path", ["no/such/folder/x.py", ".", "x" * 300, "a\0b"])
+def test_a_path_that_cannot_be_is_refused_first(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentError) as refused:
+        export_script(spec(sharding="zero1"), path)  # which a script cannot express either: the path comes first
+    assert refused.value.field == "path"
+
+
+def test_a_folder_that_is_no_scripts_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "train.files").mkdir()
+    with pytest.raises(ArgumentError, match=r"path: .*train\.files exists already"):
+        export_script(spec(), tmp_path / "train.py", force=True)
+    with pytest.raises(SpecError, match=r"strategy\.sharding"):  # what is refused leaves no file
+        export_script(spec(sharding="zero1"), tmp_path / "other.py")
+    assert os.listdir(tmp_path) == ["train.files"]
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given, script, again = tmp_path / "spec.json", tmp_path / "train.py", tmp_path / "again.json"
+    given.write_text(spec().to_json())
+    (refused := tmp_path / "refused.json").write_text(spec(sharding="zero1").to_json())
+    to_script = ["--to", "script", "--output", str(script)]
+    for file, arguments, code, said in (
+        (given, to_script, 0, f"{script}\n"),
+        (given, to_script, 2, "--output: "),
+        (given, [*to_script, "--force", "--ranks", "3"], 0, f"{script}\n"),
+        (given, ["--to", "spec", "--output", str(again)], 0, f"{again}\n"),
+        (given, ["--to", "script"], 2, "--output: a script reads samples and a model"),
+        (given, ["--to", "spec"], 0, '"workload": {'),
+        (tmp_path / "none.json", ["--to", "spec"], 2, "none.json"),
+        (refused, [*to_script, "--force"], 2, "strategy.sharding: zero1 is not available with fsdp2"),
+    ):
+        assert main(["export", str(file), *arguments]) == code
+        printed = capsys.readouterr()
+        assert said in (printed.err if code else printed.out)
+    assert "fully_shard" in script.read_text() and "--nproc-per-node 3" in script.read_text()
+    assert Spec.from_json(again.read_text()) == spec()  # which is what `fsdp-lab run` reads

@@ -7,12 +7,15 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import datasets
+import huggingface_hub
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
@@ -24,12 +27,14 @@ from transformers import AutoTokenizer
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models import cache, tokens
 from fsdp_lab.models.batches import Batches
+from fsdp_lab.models.cache import weights_folder
 from fsdp_lab.models.check import check, notes_on
 from fsdp_lab.models.configs import resolve
 from fsdp_lab.models.sources import IGNORED, Batch, TokenSource
 from fsdp_lab.models.tokenizers import ByteTokenizer, FolderTokenizer
 from fsdp_lab.spec.workload import Workload
 from tests.models import words
+from tests.models.small import filled
 from tests.models.words import ASSISTANT, END, MASK, PAD, USER, chat, ids, json_lines, text, uneven, word_tokenizer
 from tests.pool import Place, Pool
 from tests.pretrained import minilm_folder
@@ -604,3 +609,49 @@ def test_bytes_stay_what_they_are(tmp_path: Path) -> None:
     assert found["input_ids"].reshape(-1).tolist() == [b + 3 for b in said]
     assert not (tmp_path / "cache").exists() and ByteTokenizer().encode(["é"], whole=True) == [[198, 172]]
     assert FolderTokenizer(minilm_folder()).vocabulary == 30522
+
+
+# -- names on the Hugging Face Hub -------------------------------------------------------------------------------------
+
+OFFLINE = """
+from fsdp_lab.spec.workload import Workload
+from fsdp_lab.models.check import check
+for fields in ({"model": "org/name"}, {"data": "org/name"}, {"tokenizer": "org/name"}):
+    try:
+        check(Workload(**fields))
+    except Exception as e:
+        print(e)
+"""
+
+
+@pytest.mark.slow
+def test_a_name_is_refused_at_once_where_the_hub_cannot_be_reached(tmp_path: Path) -> None:
+    environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), cache.VARIABLE: str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", OFFLINE], capture_output=True, text=True, timeout=240, env=environment)
+    lines = done.stdout.splitlines()
+    assert [line.partition(": ")[0] for line in lines] == ["workload.model", "workload.data", "workload.tokenizer"]
+    assert all("the Hugging Face Hub does not give it" in line and "hf download org/name" in line for line in lines)
+
+
+def test_what_the_hub_has_is_fetched_once_and_read_as_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
+    word_tokenizer(tmp_path / "model")
+    filled({**GPT2, "bos_token_id": None, "eos_token_id": None}).save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    (tmp_path / "dataset").mkdir()
+    datasets.Dataset.from_dict({"text": uneven(50, 9)}).to_parquet(tmp_path / "dataset" / "train-0.parquet")
+    fetched: list[Any] = []
+
+    def snapshot(name: str, *, repo_type: str, **options: Any) -> str:
+        fetched.append((name, repo_type, options["allow_patterns"]))
+        return str(tmp_path / repo_type)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    named = Workload(model="org/name", data="org/texts", seq_len=8)
+    alike = Workload(model=str(tmp_path / "model"), data=str(tmp_path / "dataset" / "train-0.parquet"), seq_len=8)
+    for _ in range(2):
+        check(named)
+        assert weights_folder(named) == tmp_path / "model"
+        one, other = (batches(w).batch(0) for w in (named, alike))
+        assert all(torch.equal(one[name], other[name]) for name in other)
+    cache.hub_folder.cache_clear()
+    assert len(fetched) == 4 and len({*map(str, fetched)}) == 4, "config, weights, tokenizer and data"

@@ -1,9 +1,11 @@
-"""The errors for refused values: `SpecError` for fields of a Spec, `ArgumentError` for all other arguments."""
+"""The errors for refused values: `SpecError` for fields of a Spec, `ArgumentError` for other arguments, such as faults."""
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
+from typing import Any
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
@@ -11,6 +13,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from fsdp_lab.base.errors import ArgumentError, FieldError, SpecError
 from fsdp_lab.cluster.calls import Outcome, verdict
 from fsdp_lab.cluster.remote import described
+from fsdp_lab.spec.faults import Fault, FaultKind, FaultPhase
 
 
 @pytest.mark.parametrize("kind", [ArgumentError, SpecError])
@@ -45,3 +48,47 @@ def test_a_notebook_shows_the_user_s_lines_and_the_sentence(capsys: pytest.Captu
         assert lines[1] == f"----> raise {LOST}" and lines[2].startswith("RankLost: rank 1 is gone") and len(lines) == 3
     finally:
         InteractiveShell.clear_instance()
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"kind": "explode"}, "fault.kind: 'explode' is refused; give one of raise, nan, oom, stall, cut, slow, kill"),
+    ({"kind": None}, "fault.kind"),
+    ({"phase": "sideways"}, "fault.phase: 'sideways' is refused; give one of forward, backward, update"),
+    ({"kind": "nan", "phase": "update"}, "fault.phase: when a step is applied"),
+    ({"ranks": []}, "fault.ranks"),
+    ({"ranks": [-1]}, "fault.ranks"),
+    ({"ranks": "1"}, "fault.ranks"),
+    ({"at_step": -1}, "fault.at_step"),
+    ({"for_s": 1.0}, "fault.for_s: it belongs to stall and this is raise"),
+    ({"kind": "stall", "for_s": 0}, "fault.for_s"),
+    ({"kind": "kill", "heals": True}, "fault.heals"),
+    ({"kind": "cut", "heals": 1}, "fault.heals"),
+    ({"kind": "slow"}, "fault.link: a slow link is one of a bandwidth, or slower by a factor"),
+    ({"kind": "slow", "link": "1 MB/s", "factor": 2}, "fault.link"),
+    ({"kind": "slow", "link": "fast"}, "fault.link: 'fast' is no link"),
+    ({"kind": "slow", "link": "nvlink of h100"}, "fault.link: nvlink of h100 is scaled to a GPU"),
+    ({"kind": "slow", "factor": 1}, "fault.factor"),
+    ({"rank": 1}, "fault.rank: there is no such field; use kind, ranks, at_step"),
+    ({"kind": "kill", "ranks": [0, 2]}, "fault.ranks: there is no rank 2; give ranks from 0 to 1"),  # of two
+    ({"kind": "kill", "at_step": 4}, "fault.at_step: step 4 is over; give 5 or more"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), REFUSED)
+def test_a_fault_that_cannot_be_is_refused_before_anything_is_sent(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ArgumentError) as e:
+        Fault.from_dict({"kind": "raise", "ranks": [1], **changes}).check(2, 5)
+    assert str(e.value).startswith(said)
+
+
+def test_a_link_of_one_rank_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"fault\.kind: one rank sends nothing over a link"):
+        Fault(kind=FaultKind.CUT, ranks=(0,)).check(1, 5)
+
+
+@pytest.mark.parametrize("kind", FaultKind)
+def test_every_kind_goes_to_plain_values_and_back(kind: FaultKind) -> None:
+    of_kind: dict[str, Any] = {"slow": {"factor": 3.0}, "stall": {"for_s": 2.0}, "cut": {"heals": False}}
+    fault = Fault(kind=kind, ranks=(0, 2), at_step=7, phase=FaultPhase.BACKWARD, **of_kind.get(kind.value, {}))
+    assert Fault.from_dict(json.loads(json.dumps(fault.to_dict()))) == fault
+    assert fault.where == "in the backward of step 7"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pickle
 from typing import Any
 
@@ -11,7 +12,9 @@ from hypothesis import given, strategies as st
 
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.spec import spec as vocabulary
-from fsdp_lab.spec.optimizer import OPTIMIZERS
+from fsdp_lab.spec.describe import describe_changes, describe_field, describe_fields, differing_fields, flat_fields
+from fsdp_lab.spec.link import OFFERED, LinkError, LinkSpec, format_latency, format_rate, split_list
+from fsdp_lab.spec.optimizer import OPTIMIZERS, LrSchedule
 from fsdp_lab.spec.spec import PRECISIONS, Precision, Spec, Strategy
 from fsdp_lab.spec.workload import Workload
 
@@ -242,3 +245,157 @@ def test_a_word_is_read_as_people_write_numbers_and_lists(field: str, word: str,
     """A word that means nothing stays as it is, and the field refuses it."""
     read = vocabulary.FIELDS[field].read(word)
     assert read == value and type(read) is type(value)
+
+
+# -- the learning rate over steps --------------------------------------------------------------------------------------
+
+
+def factors(steps: int, **given: Any) -> list[float]:
+    return [LrSchedule(**given).factor(step) for step in range(steps)]
+
+
+def test_a_constant_rate_is_the_rate_itself() -> None:
+    assert factors(3) == [1.0, 1.0, 1.0]
+    assert factors(5, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_linear_and_cosine_begin_at_the_full_rate_and_stay_at_their_end() -> None:
+    assert factors(8, kind="linear", warmup_steps=2, decay_steps=6) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    assert factors(4, kind="linear", decay_steps=2, end=0.5) == [1.0, 0.75, 0.5, 0.5]
+    cosine = factors(7, kind="cosine", warmup_steps=2, decay_steps=6, end=0.1)
+    assert cosine == pytest.approx([0.5, 1.0, 1.0, 0.868198, 0.55, 0.231802, 0.1], abs=1e-6)
+    assert cosine[-1] == 0.1
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ({"lr_schedule": "cosine"}, "workload.decay_steps: cosine needs the step at which it ends; give one, such as 1000"),
+    ({"lr_schedule": "linear", "warmup_steps": 5, "decay_steps": 5},
+     "workload.decay_steps: 5 is not after the 5 steps of the warm-up; give a later step, or fewer warmup_steps"),
+    ({"decay_steps": 5}, "workload.decay_steps: a constant rate has no end; leave it out, or use lr_schedule linear or"),
+    ({"lr_end": 0.1}, "workload.lr_end: a constant rate has no end"),
+    ({"lr_schedule": "step"}, "workload.lr_schedule: 'step' is refused; give one of constant, linear, cosine"),
+    ({"lr_end": 1.5}, "workload.lr_end: 1.5 is refused; give a share of lr, from 0 to 1"),
+    ({"warmup_steps": -1}, "workload.warmup_steps: -1 is refused"),
+], ids=str)  # fmt: skip
+def test_a_schedule_without_a_meaning_is_refused_with_a_way_out(given: dict[str, Any], said: str) -> None:
+    refused = Spec().validate(**given)
+    assert refused is not None and str(refused).startswith(said)
+    if refused.fix:
+        assert Spec().validate(**{**given, **refused.fix}) is None
+
+
+def test_a_spec_without_a_schedule_keeps_its_id() -> None:
+    before = Spec().to_dict()
+    for name in ("lr_schedule", "warmup_steps", "decay_steps", "lr_end"):
+        del before["workload"][name]
+    assert Spec.from_dict(before) == Spec() and Spec.from_dict(before).id == Spec().id
+    assert Spec().replace(warmup_steps=3).id != Spec().id
+
+
+# -- a Spec as text ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("offload", "all", "offload all"),
+        ("sync", 2, "sync every 2"),
+        ("compile", True, "compile"),
+        ("compile", False, "no compile"),
+        ("link", None, "real link"),
+        ("forward_prefetch", None, "forward prefetch auto"),
+        ("forward_prefetch", 0, "forward prefetch 0"),
+        ("precision", {"param": "bf16", "reduce": "fp32"}, "bf16/fp32"),
+        ("model", {"code": "build", "source": "", "digest": "0", "missing": []}, "build"),
+        ("loss", "package.module:loss", "loss package.module:loss"),
+        ("optimizer_args", {"fused": True, "betas": [0.9, 0.95]}, "fused betas=[0.9, 0.95]"),
+        ("devices", ["cuda:0", "cuda:1"], "devices cuda:0, cuda:1"),
+    ],
+)
+def test_a_field_as_text(name: str, value: object, text: str):
+    assert describe_field(name, value) == text
+
+
+def test_fields_that_are_off_are_left_out_unless_all_are():
+    flat = Spec().replace(offload="all").flat()
+    assert describe_fields(flat, ("compile", "offload", "clip_norm")) == "offload all"
+    assert describe_fields(flat, ("compile", "clip_norm")) == "no compile no clip norm"
+    assert describe_fields({**flat, "forward_prefetch": 0}, ("offload", "forward_prefetch")) == (
+        "offload all forward prefetch 0"
+    )
+
+
+def test_changes_as_text():
+    before = Spec(link="0.25 GB/s")
+    after = before.replace(sharding="shard_grad_op", compile=True, link=None, precision=Precision(param="bf16"))
+    assert describe_changes(before.difference(after)) == (
+        "sharding full_shard → shard_grad_op, precision fp32 → bf16/fp32, compile off → on, link 0.25 GB/s → off"
+    )
+
+
+def test_a_dict_that_is_no_spec_has_all_fields():
+    flat = flat_fields({"strategy": {"backend": "ddp", "sharding": "full_shard"}, "world_size": 3})
+    assert flat == Spec().flat() | {"backend": "ddp", "world_size": 3}
+    assert differing_fields([flat, Spec().flat()]) == ("backend", "world_size")
+
+
+# -- an emulated link --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "spelt", "bytes_per_s", "latency_s"),
+    [
+        ("0.25 GB/s", "0.25 GB/s", 0.25e9, 0.0),
+        ("  250MB/s ", "250 MB/s", 0.25e9, 0.0),
+        ("0.25GB/s,50us", "0.25 GB/s, 50 us", 0.25e9, 50e-6),
+        ("0.25 GB/s, 0.05 µs", "0.25 GB/s, 0.05 us", 0.25e9, 0.05e-6),
+        ("NVLink of A100", "nvlink of a100", 300e9, 0.0),
+        ("pcie4 of t4, 1 ms", "pcie4 of t4, 1 ms", 31.5e9, 1e-3),
+    ],
+)
+def test_a_link_as_it_is_asked_for(text: str, spelt: str, bytes_per_s: float, latency_s: float) -> None:
+    asked = LinkSpec.parse(text)
+    assert asked.text == spelt and LinkSpec.parse(spelt) == asked
+    assert asked.bytes_per_s == pytest.approx(bytes_per_s, rel=1e-3) and asked.latency_s == pytest.approx(latency_s)
+    assert Spec(link=text) == Spec(link=spelt) == Spec.from_json(Spec(link=text).to_json())
+    assert Spec(link=text).id == Spec(link=spelt).id != Spec().id
+    assert Spec(link=text).replace(lr=0.1).difference(Spec().replace(lr=0.1)) == {"link": (spelt, None)}
+
+
+NO_LINKS: dict[str, tuple[Any, ...]] = {
+    "is refused": ("0 GB/s", "nan GB/s", "1e308 TB/s", "1 GB/s, -1 us"),
+    "is no link": ("", 0.25, "0.25", "fast", "1 GB/s, 5"), "'GiB' is no unit": ("1 GiB",),
+    "use one of gb200": ("1 GB/s of rtx",), "nvlink of h100": ("nvlink",), "has no NVLink": ("nvlink of t4",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("says", "text"), [(says, text) for says, texts in NO_LINKS.items() for text in texts])
+def test_what_is_no_link_is_refused(says: str, text: Any) -> None:
+    with pytest.raises(SpecError, match=says) as e:
+        Spec(link=text)
+    assert e.value.field == "link" and Spec().replace(**e.value.fix) == Spec()
+
+
+def test_a_list_keeps_each_latency_with_its_link() -> None:
+    assert split_list("none,0.25 GB/s, 50 us,nvlink of h100") == ["none", "0.25 GB/s, 50 us", "nvlink of h100"]
+
+
+def test_scaled_to_the_same_dtype_where_the_gpu_has_it() -> None:
+    h100, t4 = LinkSpec.parse("100 Gb/s of h100"), LinkSpec.parse("pcie4 of t4")
+    assert h100.scale(66.9e9, "fp32") == pytest.approx(1e-3)
+    assert h100.scale(989.4e9, "bf16") == pytest.approx(1e-3)
+    assert t4.reference("bf16") == (65e12, "fp16")  # it has no bf16
+    assert LinkSpec.parse("0.1 GB/s").scale(None, "fp32") == 1.0
+    for unknown in (None, 0.0, math.nan):
+        with pytest.raises(LinkError, match="not known"):
+            h100.scale(unknown, "fp32")
+
+
+def test_what_is_offered_can_be_had() -> None:
+    for text in OFFERED:
+        assert LinkSpec.parse(text).text == text
+
+
+def test_rates_and_times_for_people() -> None:
+    assert [format_rate(r) for r in (0.25e9, 31.94e6, 4.5e3)] == ["0.25 GB/s", "31.9 MB/s", "4.5 kB/s"]
+    assert [format_latency(t) for t in (50e-6, 2e-3, 1.5)] == ["50 µs", "2 ms", "1.5 s"]
