@@ -116,9 +116,7 @@ class Board:
         self._sweep: Sweep | None = None
         self._dismissed: set[str] = set()  # labels of rows of the sweep that were removed
         self._known: dict[tuple[str, Version], Overlay] = {}  # that are drawn, by label and version
-        self._live: Entry | None = (
-            None  # of the live run as it was at its version, under the Spec that was applied last
-        )
+        self._live: Entry | None = None  # the live run at its version, under the Spec that was applied last
         self._compared: tuple[object, ...] = (None, ())
         self._due_s = 0.0
         self.shown = BoardView(comparison=Comparison.of([]))
