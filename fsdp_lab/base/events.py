@@ -109,8 +109,8 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Carrier:
-    """What the collectives of a training go over, and how fast that is for this rank: in one direction, as some large
-    all-gathers took beside nothing else."""
+    """What carries the collectives of a training, and its speed for this rank in one direction, measured by some large
+    all-gathers with nothing beside them."""
 
     between: str  # "ranks"; of hybrid sharding "shards", inside a shard group, or "replicas"
     name: str  # "shared memory", "Gloo" or "NCCL"

@@ -1,8 +1,8 @@
 """What a rank of a bench does: `TASKS`, functions of its `BenchRank` and the job that return plain values.
 
-Of collectives is timed, after a barrier, 4 MiB in all, one after the other, or a larger one, each from its issue to
-the end of its wait, through `Wire` either way. Each round does all forms of a size one after the other, every second
-round in the opposite order. The whole tensor is in memory of the group's own where it has any, as our engine's and
+The bench of collectives times, after a barrier, as many of a size as make 4 MiB, one after the other, or a single larger
+one. Each is timed from its issue to the end of its wait, through `Wire`. A round measures all forms of a size in turns,
+every second round in the opposite order. The whole tensor is in the group's own memory where it has any, as our engine's and
 FSDP2's are."""
 
 from __future__ import annotations

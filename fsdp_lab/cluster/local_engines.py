@@ -337,7 +337,7 @@ class LocalEngines(Engines):
 
     @property
     def _where(self) -> dict[str, Any]:
-        """`DetachedCluster.where`."""
+        """Returns the `where` of the `DetachedCluster` that is recorded."""
         return {}
 
     def unpersist(self) -> None:

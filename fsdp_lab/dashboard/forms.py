@@ -17,8 +17,8 @@ HIDDEN = "none"  # a value of Layout.display
 
 
 class InputForm:
-    """A `widget` to display, its `inputs`, and a line for messages, which a subclass makes, or else overrides `say`.
-    Handlers run on the thread that the page's message arrives on, a subclass's `tick` often, on the tick thread."""
+    """A form: a `widget` to display, its `inputs`, and a line for messages. A subclass makes that line, or overrides `say`.
+    Handlers run on the thread on which the page's message arrives. A subclass's `tick` runs often, on the tick thread."""
 
     css = "fsdp-safety"  # what the classes of its buttons begin with
     message: widgets.HTML

@@ -110,7 +110,7 @@ def checked_text(workload: Workload) -> Text:
 
 
 def is_plain(workload: Workload) -> bool:
-    """Returns whether windows of its text's bytes are the samples, without tokens to make. Raises SpecError."""
+    """Returns whether the samples are windows of the text's bytes, so that no tokens are made. Raises SpecError."""
     if workload.packing != "packed" or tokenizer_folder(workload) is not None:
         return False
     if is_hub_name(workload.data):

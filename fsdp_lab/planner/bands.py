@@ -61,7 +61,7 @@ class Quantiles:
     values: tuple[float, ...]
 
     def at(self, level: float) -> float:
-        """Beyond the last level: on the line of the last two."""
+        """Returns the error at a level; beyond the last known level, on the line through the last two."""
         points = ((0.0, 0.0), *zip(LEVELS, self.values, strict=True))
         i = min(bisect_left(LEVELS, level) + 1, len(LEVELS))
         (x0, y0), (x1, y1) = points[i - 1], points[i]

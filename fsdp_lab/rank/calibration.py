@@ -214,7 +214,7 @@ class HardwareProbe:
     # -- whole steps ----------------------------------------------------------------------------------------------
 
     def _steps(self, trainers: Sequence[Trainer]) -> dict[str, list[float]]:
-        """Seconds of some steps of each; the first, which fills the processor's caches anew, does not count."""
+        """Returns seconds of some steps of each, without the first one, which fills the processor's caches."""
         taken: dict[str, list[float]] = {}
         for i, trainer in enumerate(trainers):
             self._barrier()

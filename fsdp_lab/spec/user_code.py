@@ -44,7 +44,7 @@ class UserCode(Mapping[str, Any]):
 
     @classmethod
     def of(cls, field: str, given: Mapping[str, Any]) -> UserCode:
-        """Raises SpecError for a mapping that is none."""
+        """Returns the code that a mapping describes. Raises SpecError if it describes none."""
         has_texts = all(isinstance(given.get(key), str) for key in _KEYS[:3])
         if not has_texts or not isinstance(given.get("missing"), (list, tuple)) or set(given) != set(_KEYS):
             raise SpecError(field, "this is no code that a lab has sent", "give the function itself, in the notebook")

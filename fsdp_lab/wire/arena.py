@@ -143,7 +143,7 @@ class Arena:
             self._users[block.offset] += 1
 
     def free(self, block: ArenaBlock) -> None:
-        """Gives a block back, by one of its users."""
+        """Gives a block back; called by each of its users."""
         with self._lock:
             self._give_back(block)
 

@@ -389,7 +389,7 @@ class SharedPeer:
                 raise PeerGone(f"{self.name} has left or ended") from None
 
     def leave(self) -> None:
-        """The other rank sees it, and this one still sees whether that has left."""
+        """Tells the other rank that this one has left. It can still be seen here whether the other one leaves."""
         self.arena.close()
         with contextlib.suppress(OSError):  # it has ended
             self.connection.socket.shutdown(SHUT_WR)

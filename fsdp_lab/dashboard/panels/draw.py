@@ -57,7 +57,7 @@ def plain_figure(name: str, y_label: str, **kwargs: Any) -> figure:
 
 
 def simplify_axis(axis: Any, numbers: str | TickFormatter) -> None:
-    """Leaves labels and numbers alone of a Bokeh axis."""
+    """Hides all of a Bokeh axis but its label and its numbers."""
     axis.axis_line_alpha = axis.major_tick_line_alpha = axis.minor_tick_line_alpha = 0
     axis.axis_label_standoff = 6
     axis.axis_label_text_font_style = "normal"

@@ -402,7 +402,7 @@ def _matches(run: StoredRun, wanted: Mapping[str, list[Any]]) -> bool:
 
 
 def _run_state(state: RunState | str) -> RunState:
-    """Raises ArgumentError."""
+    """Returns the state with this name. Raises ArgumentError."""
     for one in RunState:
         if state is one or str(state).lower() in (one.value, one.name.lower()):
             return one
