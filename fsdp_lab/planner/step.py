@@ -299,8 +299,7 @@ class StepModel:
 def step_seconds(
     spec: Spec, shape: ModelShape, machine: Machine, rates: Rates, computing: ComputingOf = Computing
 ) -> float:
-    """Returns `StepTime.seconds` in less time: of many equal blocks some are simulated, and each other one adds the time of one
-    more."""
+    """Returns `StepTime.seconds` in less time: some of many equal blocks are simulated, the others add the time of one."""
     units, tokens = shape.units, shape.tokens(spec.workload.seq_len)
 
     def model(first: int) -> StepModel:
