@@ -138,7 +138,8 @@ def take_shard(engine: YourEngine, unit: YourUnit, *, replicated: bool) -> tuple
     """Lets the engine shard a unit whose parameters exist. Returns the tensors, flat, and by tensor the ranges of parameters
     that follow one another in it. Raises SpecError unless it holds what it should: see backends/yours.py."""
     sizes = [p.numel() for p in unit.params]
-    values = torch.arange(1.0, sum(sizes) + 1, device=unit.params[0].device)  # by which the parts are known
+    counted = torch.arange(sum(sizes), device=unit.params[0].device)
+    values = (counted % 2**24 + 1).float()  # by which the parts are known; exact in float32
     for p, own in zip(unit.params, torch.split(values, sizes), strict=True):
         p.detach().copy_(own.view_as(p))
     unit.shard = engine.call("shard", unit)

@@ -52,7 +52,10 @@ class Recompilations:
             return ()
         from torch._dynamo.utils import get_compilation_metrics
 
-        found = {str(m.compile_id): (m.recompile_reason or "").strip() for m in get_compilation_metrics()}
+        found: dict[str, str] = {}
+        for m in get_compilation_metrics():
+            if m.compile_id is not None:
+                found[str(m.compile_id)] = found.get(str(m.compile_id)) or (m.recompile_reason or "").strip()
         again = [why for i, why in found.items() if i not in self._known and not i.endswith("/0")]
         self._known |= found.keys()
         lines = (why.partition("\n")[0].partition("(HINT")[0] for why in again)

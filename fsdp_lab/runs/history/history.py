@@ -332,12 +332,6 @@ class History:
         rows = db.rows("SELECT * FROM runs ORDER BY started_unix_s DESC, number DESC")
         return [StoredRun(row, self._open) for row in rows]
 
-    @property
-    def size_bytes(self) -> int:
-        """Size of the file and its log on disk."""
-        sizes = (Path(f"{self.path}{tail}") for tail in ("", "-wal"))
-        return sum(file.stat().st_size for file in sizes if file.exists())
-
     def _open(self) -> HistoryDB:
         """Opens the file to read. Raises HistoryError."""
         try:
