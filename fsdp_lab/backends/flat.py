@@ -16,10 +16,10 @@ from fsdp_lab.backends.base import DTYPES, Backend, DeferredStorage, Measured, R
 from fsdp_lab.backends.wrapping import context_of, name_flat_units, prepare
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.events import Role
+from fsdp_lab.engine.extras.memory import free
+from fsdp_lab.engine.extras.scaling import upcast_gradients
 from fsdp_lab.engine.flat import FlatBuffer
-from fsdp_lab.engine.memory import free
 from fsdp_lab.engine.parameters import sharded_form
-from fsdp_lab.engine.scaling import upcast_gradients
 from fsdp_lab.engine.state import shard_of
 from fsdp_lab.models.wrapping import units
 from fsdp_lab.spec.param_groups import key_of

@@ -93,13 +93,13 @@ if TYPE_CHECKING:
         units_of as units_of,
         unshard as unshard,
     )
-    from fsdp_lab.engine.dtensor import FlatDTensor as FlatDTensor
     from fsdp_lab.engine.errors import ShardError as ShardError
+    from fsdp_lab.engine.extras.dtensor import FlatDTensor as FlatDTensor
+    from fsdp_lab.engine.extras.memory import free as free
+    from fsdp_lab.engine.extras.scaling import Scaler as Scaler, upcast_gradients as upcast_gradients
     from fsdp_lab.engine.flat import FlatBuffer as FlatBuffer
-    from fsdp_lab.engine.memory import free as free
     from fsdp_lab.engine.mesh import ShardMesh as ShardMesh, build_mesh as build_mesh, known_groups as known_groups
     from fsdp_lab.engine.policy import MixedPrecisionPolicy as MixedPrecisionPolicy
-    from fsdp_lab.engine.scaling import Scaler as Scaler, upcast_gradients as upcast_gradients
     from fsdp_lab.engine.schedule import OffloadPolicy as OffloadPolicy, PrefetchPolicy as PrefetchPolicy
     from fsdp_lab.engine.state import (
         ParamShard as ParamShard,
@@ -115,13 +115,13 @@ if TYPE_CHECKING:
 _NAMES = {
     "api": "UnshardHandle flats_of fully_shard no_sync parameter_groups register_fsdp_forward_method reshard runtime_of "
     "runtimes_of sharded_parameters units_of unshard",
-    "dtensor": "FlatDTensor",
+    "extras.dtensor": "FlatDTensor",
     "errors": "ShardError",
     "flat": "FlatBuffer",
-    "memory": "free",
+    "extras.memory": "free",
     "mesh": "ShardMesh build_mesh known_groups",
     "policy": "MixedPrecisionPolicy",
-    "scaling": "Scaler upcast_gradients",
+    "extras.scaling": "Scaler upcast_gradients",
     "schedule": "OffloadPolicy PrefetchPolicy",
     "state": "ParamShard full_state load_full_state original_parameters shards_of split_unused",
     "unit": "Unit UnitState",

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_lab.engine import refusals
 from fsdp_lab.engine.errors import ShardError, not_sharded
+from fsdp_lab.engine.extras import refusals
+from fsdp_lab.engine.extras.optimizers import watch_steps
+from fsdp_lab.engine.extras.ties import describe_ties, find_ties, untie
 from fsdp_lab.engine.flat import FlatBuffer, Use
 from fsdp_lab.engine.hooks import UnitHooks, unit_hooks
 from fsdp_lab.engine.mesh import ShardMesh, check_equal_on_all_ranks
-from fsdp_lab.engine.optimizers import watch_steps
 from fsdp_lab.engine.parameters import ShardedParameter
 from fsdp_lab.engine.policy import MixedPrecisionPolicy, ModuleKind, ShardPolicy, kind_of, offload_of, place_buffers
 from fsdp_lab.engine.runtime import Runtime
 from fsdp_lab.engine.schedule import Direction, OffloadPolicy, PrefetchPolicy, Rules
 from fsdp_lab.engine.state import watch_state_dict
-from fsdp_lab.engine.ties import describe_ties, find_ties, untie
 from fsdp_lab.engine.unit import Unit
 
 GroupOf = Callable[[str, nn.Parameter], Hashable]

@@ -16,9 +16,9 @@ from torch import Tensor, distributed as dist
 
 from fsdp_lab.engine.buffers import empty
 from fsdp_lab.engine.collectives import Group
-from fsdp_lab.engine.dtensor import FlatDTensor, Norms
 from fsdp_lab.engine.errors import ShardError
-from fsdp_lab.engine.flat_tensor import FlatPlacement
+from fsdp_lab.engine.extras.dtensor import FlatDTensor, Norms
+from fsdp_lab.engine.extras.flat_tensor import FlatPlacement
 from fsdp_lab.engine.layout import Layout, Range
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.parameters import Region

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_lab.base.tensors import LeafOfSharded, take_gradient
-from fsdp_lab.engine.dtensor import FlatDTensor
 from fsdp_lab.engine.errors import ShardError, replaced
-from fsdp_lab.engine.flat_tensor import FlatTensor
+from fsdp_lab.engine.extras.dtensor import FlatDTensor
+from fsdp_lab.engine.extras.flat_tensor import FlatTensor
 from fsdp_lab.engine.layout import Slot
 
 

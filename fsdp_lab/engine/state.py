@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_lab.engine.dtensor import FlatDTensor, restored
 from fsdp_lab.engine.errors import ShardError, check_module, not_sharded
+from fsdp_lab.engine.extras.dtensor import FlatDTensor, restored
 from fsdp_lab.engine.flat import FlatBuffer
 from fsdp_lab.engine.hooks import unit_hooks
 from fsdp_lab.engine.parameters import Region, ShardedParameter, sharded_form
