@@ -13,13 +13,14 @@ referenced by the handle until the compute stream has waited for it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Streams:
@@ -77,15 +78,12 @@ class CommStream:
         self.streams = streams
         self.stream: Any = None if streams is None else streams.new(name)
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Within it, work is queued behind what the compute stream has been given so far."""
+    def entered(self) -> AbstractContextManager[Any]:
+        """A context, to be entered at once, in which work is queued behind what the compute stream has been given so far."""
         if self.streams is None:
-            yield
-            return
+            return _NOTHING
         self.stream.wait_stream(self.streams.current())
-        with self.streams.entered(self.stream):
-            yield
+        return self.streams.entered(self.stream)
 
     def wait_for(self, other: CommStream) -> None:
         """Queue what follows behind what the other one has been given so far."""

@@ -44,12 +44,14 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     """The same value with `change` applied to every tensor in it; the very same object where nothing changed."""
     if isinstance(value, Tensor):
         return change(value)
+    if not value and isinstance(value, (dict, tuple, list)):
+        return value
     if isinstance(value, Mapping):
         # One that is also a dataclass (the outputs of transformers) keeps both in step by its own setter.
         return _with_mapped(change, value, value, operator.setitem)
     if isinstance(value, (tuple, list)):
-        items = [map_tensors(change, v) for v in value]
-        if all(a is b for a, b in zip(items, value, strict=True)):
+        items = [change(v) if isinstance(v, Tensor) else map_tensors(change, v) for v in value]
+        if all(map(operator.is_, items, value)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -115,8 +117,7 @@ class LeafOfSharded(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        own: Any = Tensor.data
-        own.__set__(self, value)
+        set_data(self, value)
 
     def set_(self, source: Any = None, *where: Any) -> Any:
         """torch's parametrizations set a parameter to itself, which is no write."""
@@ -130,10 +131,17 @@ class LeafOfSharded(nn.Parameter):
         return self.sharded.__deepcopy__(memo)
 
 
+_OWN_DATA: Any = Tensor.data
+_OWN_GRAD: Any = Tensor.grad
+
+
+def set_data(p: Tensor, value: Tensor) -> None:
+    """Give a tensor other data, whatever its class makes of that."""
+    _OWN_DATA.__set__(p, value)
+
+
 def take_gradient(p: Tensor) -> Any:
     """Returns what autograd left in a leaf's own `.grad`, whatever its class shows; it adds to what it finds there."""
-    own: Any = Tensor.grad
-    with torch._C.DisableTorchFunctionSubclass():
-        gradient = own.__get__(p)
-        own.__set__(p, None)
+    gradient = _OWN_GRAD.__get__(p)
+    _OWN_GRAD.__set__(p, None)
     return gradient

@@ -27,25 +27,24 @@ class Unanswered(ShardError):
         self.waited_s = waited_s
 
 
-@contextmanager
-def waiting(ranks: Sequence[int], what: str) -> Iterator[None]:
-    """Says, if other ranks do not come, as after their last batch, what this one waits for: `what`, among `ranks`."""
-    try:
-        yield
-    except Unanswered as e:
-        others = [rank for rank in ranks if rank != dist.get_rank()]
-        who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(map(str, others))}"
-        raise ShardError(
-            f"rank {dist.get_rank()} waited {e.waited_s:.1f} s {what} for {who}, which did not "
-            f"come; give every rank the same number of batches, and let all make the same calls: {e}"
-        ) from e
+def unanswered(ranks: Sequence[int], what: str, error: Unanswered) -> ShardError:
+    """The error of a rank that waited for `ranks`, of which one did not come, as after its last batch."""
+    others = [rank for rank in ranks if rank != dist.get_rank()]
+    who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(map(str, others))}"
+    return ShardError(
+        f"rank {dist.get_rank()} waited {error.waited_s:.1f} s {what} for {who}, which did not "
+        f"come; give every rank the same number of batches, and let all make the same calls: {error}"
+    )
 
 
 @contextmanager
 def answered(ranks: Sequence[int], what: str) -> Iterator[None]:
-    """As `waiting`, around collectives that are waited for at once, and nothing else."""
-    with waiting(ranks, what), giving_up():
-        yield
+    """Around collectives that are waited for at once, and nothing else."""
+    try:
+        with giving_up():
+            yield
+    except Unanswered as e:
+        raise unanswered(ranks, what, e) from e
 
 
 @contextmanager

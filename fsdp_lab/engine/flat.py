@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_lab.base.streams import CommStream
-from fsdp_lab.base.tensors import take_gradient
+from fsdp_lab.base.tensors import set_data
 from fsdp_lab.engine.buffers import GatheredBuffer, MappedBuffer, gathered_buffer
 from fsdp_lab.engine.collectives import CommHandle, all_gather
 from fsdp_lab.engine.errors import ShardError
-from fsdp_lab.engine.gradients import GradientBuffer, placement_of
+from fsdp_lab.engine.gradients import GradientBuffer
 from fsdp_lab.engine.layout import Layout
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.parameters import ShardedParameter, UnshardedParameter
@@ -83,7 +83,9 @@ class FlatBuffer:
         self.sharded = [self._shard(i, value) for i, value in enumerate(values)]
         self._made_version = self.master._version
         self.parameters = [self._unshard(i) for i in range(len(values))]
+        self._places = [(module, attribute, i) for i, some in enumerate(self.uses) for module, attribute in some]
         self._show(self.sharded)
+        self._freed = self._views if self.is_view_of_master else self._nothing  # what `parameters` show meanwhile
         self.reduce_hooks: OrderedDict[int, Callable[[], None]] = OrderedDict()  # called when gradients were reduced
         self._versions = [0] * len(self.parameters)
         self._gathered_version = -1  # of the master shard, when it was gathered
@@ -127,7 +129,7 @@ class FlatBuffer:
 
     def _made(self, i: int, *, requires_grad: bool) -> ShardedParameter:
         slot = self.layout.slots[i]
-        placement = placement_of(self.layout, self.mesh, slot.offset, slot.stop)
+        placement = self.gradients.placements[i]
         made = ShardedParameter.of(self.own_part(i), slot.shape, placement, requires_grad=requires_grad)
         made.flat, made.number, made.seen = self, i, []
         if made.is_floating_point() or made.is_complex():
@@ -150,9 +152,8 @@ class FlatBuffer:
 
     def _show(self, parameters: Sequence[nn.Parameter] | Sequence[ShardedParameter]) -> None:
         """Let modules hold these, by number."""
-        for p, uses in zip(parameters, self.uses, strict=True):
-            for module, attribute in uses:
-                module._parameters[attribute] = p  # type: ignore[assignment]
+        for module, attribute, i in self._places:
+            module._parameters[attribute] = parameters[i]  # type: ignore[assignment]
 
     def rebuild(self, kept: Sequence[int]) -> FlatBuffer:
         """A new buffer of some of the original parameters, which have their values again."""
@@ -211,10 +212,11 @@ class FlatBuffer:
 
     def use_unsharded_views(self) -> None:
         """Let modules hold the gathered values. Raises ShardError for a parameter that was changed meanwhile."""
-        for i, (p, sharded) in enumerate(zip(self.parameters, self.sharded, strict=True)):
-            self._check(i, p)
-            p.data = self._views[i]
-            take_gradient(p)
+        at, freed = ([t.data_ptr() for t in some] for some in (self.parameters, self._freed))
+        if at != freed or self._written():
+            raise self._changed()
+        for p, view, sharded in zip(self.parameters, self._views, self.sharded, strict=True):
+            set_data(p, view)
             p.requires_grad_(sharded.requires_grad)
         self._show(self.parameters)
 
@@ -222,9 +224,10 @@ class FlatBuffer:
         """Let modules hold the sharded parameters, and free the gathered buffer. Data that a caller gave to a gathered
         parameter stays, to be refused later."""
         self._show(self.sharded)
-        for i, p in enumerate(self.parameters):
-            if not self.is_view_of_master and p.data_ptr() == self._views[i].data_ptr():
-                p.data = self._nothing[i]
+        if not self.is_view_of_master:
+            for p, view, nothing in zip(self.parameters, self._views, self._nothing, strict=True):
+                if p.data_ptr() == view.data_ptr():
+                    set_data(p, nothing)
         if self.is_mapped or not self.policy.shard_optimizer_only:
             self.free_gathered()
 
@@ -270,22 +273,22 @@ class FlatBuffer:
 
     def _check_sharded(self) -> None:
         """Modules must hold the parameters that were made. Raises ShardError for one that was replaced."""
-        for i, p in enumerate(self.sharded):
-            held: Any = p
-            if any(module._parameters.get(attribute) is not held for module, attribute in self.uses[i]):
+        for module, attribute, i in self._places:
+            held: Any = module._parameters.get(attribute)
+            if held is not self.sharded[i]:
                 raise ShardError(f"{self.names[i]} was replaced by another one after it was sharded; write to it under "
                                  "torch.no_grad(), or inside `with unshard(model):`")  # fmt: skip
 
-    def _check(self, i: int, p: UnshardedParameter) -> None:
-        """Raises ShardError if a gathered parameter was changed after it was freed."""
-        what = ""
-        if p.data_ptr() not in (self._nothing[i].data_ptr(), self._views[i].data_ptr()):
-            what = "was given other data"
-        elif p._version != self._versions[i]:
-            what = "was written to"
-        if what:
-            raise ShardError(f"{self.names[i]} {what} between forward and backward, where that is lost; write to it after "
-                             "the backward, or a forward under no_grad, or inside `with unshard(model):`")  # fmt: skip
+    def _written(self) -> list[int]:
+        """Gathered parameters that were written to after they were freed."""
+        versions = [p._version for p in self.parameters]
+        return [] if versions == self._versions else [i for i, v in enumerate(versions) if v != self._versions[i]]
+
+    def _changed(self) -> ShardError:
+        moved = [i for i, p in enumerate(self.parameters) if p.data_ptr() != self._freed[i].data_ptr()]
+        i, what = (moved[0], "was given other data") if moved else (self._written()[0], "was written to")
+        return ShardError(f"{self.names[i]} {what} between forward and backward, where that is lost; write to it after "
+                          "the backward, or a forward under no_grad, or inside `with unshard(model):`")  # fmt: skip
 
     # -- what this rank holds ---------------------------------------------------------------------------------------
 

@@ -1,43 +1,54 @@
 """Gradients of one flat buffer: collected during a backward, and given to the optimizer when they have been reduced.
 
 Gradients stay as autograd gave them until their unit's backward is over; then `GradientBuffer` copies them into one tensor,
-`unsharded` [F * n]. A buffer from the first gradient on would be there when a unit's backward begins, which is where
-activations are at their most, and the root's through the whole backward. `Reduction` (reduction.py) brings it to this rank's
-shard [n] of the mean.
+`unsharded`. A buffer from the first gradient on would be there when a unit's backward begins, which is where activations are
+at their most, and the root's through the whole backward. `Reduction` (reduction.py) brings it to this rank's shard [n] of
+the mean.
+
+Note: which gradients came. A gradient that did not come is told from one that is zero, on every rank alike: the optimizer
+moves a parameter whose gradient is zero, by its momentum or weight decay, and leaves one without. Ranks may differ in what
+they used. So each rank's part of `unsharded` ends with one element for each parameter, a count: 1 where a gradient came on
+the rank that sends it, else 0. The reduce-scatter adds the counts beside the gradients. Of a parameter whose gradient did
+not come here, the host reads the count when the gradient is asked for; where all came, it reads nothing.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
-from torch import Tensor, distributed as dist
+from torch import Tensor
 
 from fsdp_lab.engine.buffers import empty
-from fsdp_lab.engine.collectives import Group
 from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.extras.dtensor import FlatDTensor, Norms
 from fsdp_lab.engine.extras.flat_tensor import FlatPlacement
-from fsdp_lab.engine.layout import Layout, Range
+from fsdp_lab.engine.layout import Chunks, Layout, Range
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.parameters import Region
 from fsdp_lab.engine.policy import ShardPolicy
 
 
+@dataclass(eq=False)
+class Taken:
+    """A whole gradient on its way to the shards, of which `arrived` came on this rank."""
+
+    tensor: Tensor  # [F * n'], zero where nothing came
+    arrived: frozenset[int]
+
+
 class GradientBuffer:
     """See the module.
-
-    A gradient that did not come is told from one that is zero, on every rank alike: a rank where a parameter got none sends
-    -0.0 in its place, and one where it did sends no -0.0 as the first element of what a rank will hold. Only a sum of -0.0
-    alone is -0.0, so a parameter without a gradient on this rank has one if another rank sent it. Who holds no element of a
-    parameter cannot see that, and is told by those who do at the end of the backward: see `tell_each_other`.
 
     A gradient that a caller sets is kept apart, as it is: what he took from `.grad` before, and may set again, stays as it
     was. Who asks for all gradients as one tensor gets a new one, with those that were kept apart.
 
     Attributes:
-        unsharded: [F * n] from the end of a backward to its reduction; without communication it stays.
+        unsharded: [F * n'] from the end of a backward to its reduction; without communication it stays.
         reduced: [n], the gradient of the shard, where any parameter has one; zero where another has none.
         regions: optimizer group -> what an optimizer may be given for its parameters.
     """
@@ -53,18 +64,24 @@ class GradientBuffer:
     ) -> None:
         self.gathered, self.names = gathered, names  # the dtype of gathered parameters; in messages
         self.layout, self.mesh, self.policy, self.master = layout, mesh, policy, master
+        self.chunks = Chunks.of(layout, counted=mesh.world_size > 1)
         self.unsharded: Tensor | None = None
         self.reduced: Tensor | None = None
         self._pieces: dict[int, Tensor] = {}  # by parameter: what came and is not in `unsharded` yet
-        self._present: set[int] = set()  # parameters that have a gradient
-        self._given: dict[int, FlatDTensor] = {}  # those of them that a caller set
-        self._apart: set[int] = set()  # parameters of which `reduced` has none, or another than theirs
+        self._parts: Sequence[Tensor] = ()  # the chunks of `unsharded`
         self._arrived: set[int] = set()
-        self._firsts: tuple[frozenset[int], Tensor] | None = None  # the parameters that came last, and their elements
-        self._norms: Norms | None = None  # of what is reduced
+        self._present: set[int] = set()  # parameters that have a gradient, as far as counts have been read
+        self._unread: list[Tensor] = []  # counts of backwards in which not all came here, [P] each
+        self._given: dict[int, FlatDTensor] = {}  # gradients that a caller set
+        self._apart: set[int] = set()  # parameters of which `reduced` has none, or another than theirs
+        self._views: list[FlatDTensor] = []  # of `_viewed`, by parameter
+        self._viewed: Tensor | None = None
         self.stepped_as: dict[
             Hashable, type
         ] = {}  # by group: the form in which an optimizer stepped by these gradients
+        rank = mesh.shard_rank
+        self._own = [layout.in_shard(slot, rank) for slot in layout.slots]
+        self.placements = [placement_of(layout, mesh, slot.offset, slot.stop) for slot in layout.slots]
         self.regions = {group: self.region(group) for group in layout.regions}
 
     def region(self, group: Hashable) -> Region:
@@ -92,7 +109,7 @@ class GradientBuffer:
             )
         if i in self._pieces:
             self.collect()
-        self._pieces[i] = grad.detach()
+        self._pieces[i] = grad
 
     @property
     def is_waiting(self) -> bool:
@@ -101,108 +118,88 @@ class GradientBuffer:
 
     @property
     def pieces(self) -> list[tuple[Tensor, Range]]:
-        """Gradients as they came, each with its place in the buffer."""
+        """Gradients as they came, each with its place in the buffer of parameters."""
         return [(grad, (self.layout.slots[i].offset, self.layout.slots[i].stop)) for i, grad in self._pieces.items()]
 
     def collect(self) -> None:
         """Copy what came into `unsharded`, in the dtype of the reduction; added where something came before."""
-        if self._pieces and self.unsharded is None:
+        pieces, self._pieces = self._pieces, {}
+        if not pieces:
+            return
+        if self.unsharded is None:
             dtype = self.policy.reduced_dtype(self.gathered)
             pool = None if self.policy.shard_optimizer_only else self.mesh.buffer_pool
-            self.unsharded = empty(pool, self.layout.numel, dtype, self.mesh.device)
-        pieces, self._pieces = self._pieces, {}
-        for i in list(pieces):
-            slot, grad = self.layout.slots[i], pieces.pop(i)
-            assert self.unsharded is not None
-            place = self.unsharded[slot.offset : slot.stop].view(slot.shape)
-            if i in self._arrived:
-                place.add_(grad)
+            self.unsharded = empty(pool, self.chunks.numel, dtype, self.mesh.device)
+            self._parts = self.unsharded.split_with_sizes(self.chunks.sizes)
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for i, grad in pieces.items():
+            places = self.chunks.places[i]
+            if len(places) == 1:
+                cut = [(self._parts[places[0][0]].view(grad.shape), grad)]
             else:
-                self._arrived.add(i)
-                place.copy_(grad)
+                flat = grad.reshape(-1)
+                cut = [(self._parts[chunk], flat[start:stop]) for chunk, start, stop in places]
+            if i in self._arrived:
+                for target, source in cut:
+                    target.add_(source)
+            else:
+                for target, source in cut:
+                    targets.append(target)
+                    sources.append(source)
+        self._arrived.update(pieces)
+        if targets:
+            torch._foreach_copy_(targets, sources)
 
     def drop(self) -> None:
         """Forget what came."""
-        self.unsharded, self._pieces, self._arrived = None, {}, set()
+        self.unsharded, self._parts, self._pieces, self._arrived = None, (), {}, set()
 
     def forget(self) -> None:
         """All gradients, reduced or not."""
         self.drop()
-        self.reduced, self._given, self._present, self._apart = None, {}, set(), set()
+        self._clear()
+        self._views, self._viewed = [], None
 
-    def take(self) -> tuple[Tensor, frozenset[int]] | None:
-        """[F * n], zero in padding and -0.0 where no gradient came, and the parameters whose gradients came. None where
-        none came at all."""
+    def _clear(self) -> None:
+        self.reduced, self._given, self._present, self._apart, self._unread = None, {}, set(), set(), []
+
+    def take(self) -> Taken | None:
+        """The whole gradient with its counts. None where none came at all."""
         self.collect()
-        gradient, self.unsharded = self.unsharded, None
-        arrived, self._arrived = frozenset(self._arrived), set()
-        if gradient is None:
+        if self.unsharded is None:
             return None
-        end = 0
-        for i in sorted(range(len(self.layout.slots)), key=lambda i: self.layout.slots[i].offset):
-            slot = self.layout.slots[i]
-            gradient[end : slot.offset].zero_()
-            end = max(end, slot.stop)  # one without elements may begin where another does
-            if i not in arrived:
-                gradient[slot.offset : slot.stop].fill_(complex(-0.0, -0.0) if gradient.is_complex() else -0.0)
-        gradient[end:].zero_()
-        if self._firsts is None or self._firsts[0] != arrived:
-            self._firsts = arrived, self._first_elements(arrived)
-        firsts = self._firsts[1]
-        gradient.index_add_(0, firsts, gradient.new_zeros(len(firsts)))
-        return gradient, arrived
+        gradient, parts, arrived = self.unsharded, self._parts, frozenset(self._arrived)
+        self.unsharded, self._parts, self._arrived = None, (), set()
+        absent = [i for i in range(len(self.layout.slots)) if i not in arrived]
+        nothing = [parts[chunk] for chunk in self.chunks.padding]
+        nothing += [parts[chunk] for i in absent for chunk, _, _ in self.chunks.places[i]]
+        if nothing:
+            torch._foreach_zero_(nothing)
+        if self.chunks.counts:
+            n = self.layout.shard_numel
+            counts = gradient.view(-1, self.chunks.part_numel)[:, n : n + self.chunks.counts]
+            counts.fill_(1)
+            for i in absent:
+                counts[:, i] = 0
+        return Taken(gradient, arrived)
 
-    def _first_elements(self, arrived: frozenset[int]) -> Tensor:
-        """The first elements of what each rank holds of these parameters."""
-        n = max(1, self.layout.shard_numel)  # 0: of parameters without elements
-        slots = [self.layout.slots[i] for i in arrived]
-        cuts = {s.offset for s in slots if s.numel}
-        cuts.update(cut for s in slots for cut in range(-(-s.offset // n) * n, s.stop, n))
-        return torch.tensor(sorted(cuts), dtype=torch.int64, device=self.mesh.device)
-
-    def accumulate(self, shard: Tensor, arrived: frozenset[int]) -> None:
-        """shard: [n], reduced, in the master's dtype and place or in the reduce dtype; `arrived` on this rank."""
-        present = arrived | self._sent_by_others(shard, arrived)
+    def accumulate(self, shard: Tensor, arrived: frozenset[int], counts: Tensor | None) -> None:
+        """shard: [n], reduced, in the master's dtype and place or in the reduce dtype. `arrived` on this rank. counts: [P],
+        on how many ranks each came, where that is not known here."""
+        self._present |= arrived
+        if counts is not None:
+            self._unread.append(counts)
         for i in self._apart:
-            part = shard[slice(*self._own(i))]
-            if i in present:
-                self.add(i, self._view(part.clone(), i))
+            part = shard[slice(*self._own[i])]
+            if self.has_gradient(i):
+                self._given.setdefault(i, self._view(torch.zeros_like(part), i)).add_(self._view(part, i))
             part.zero_()
         if self.reduced is None:
             self.reduced = shard
         else:
             self.reduced.add_(shard)
-        self._present |= present
         self.stepped_as = {}
-
-    @cached_property
-    def held_by_some(self) -> list[int]:
-        """Parameters of which some ranks of the shard group hold no element."""
-        shards = [self.layout.shard(rank) for rank in range(self.layout.factor)]
-        return [
-            i
-            for i, slot in enumerate(self.layout.slots)
-            if slot.numel and any(slot.stop <= start or stop <= slot.offset for start, stop in shards)
-        ]
-
-    def has_come(self, i: int) -> None:
-        """Called where another rank holds a gradient of a parameter of which this one holds no element."""
-        if i not in self._present:
-            self._present.add(i)
-            if self.reduced is None:
-                self._apart.add(i)
-            if i in self._apart:
-                self._given[i] = self._view(self.master.new_empty(0), i)
-
-    def _sent_by_others(self, shard: Tensor, arrived: frozenset[int]) -> set[int]:
-        absent = [i for i in range(len(self.layout.slots)) if i not in arrived]
-        firsts = {i: self._own(i)[0] for i in absent if self._own(i)[0] < self._own(i)[1]}
-        if not firsts:  # so that a device is not waited for
-            return set()
-        values = shard[list(firsts.values())]
-        parts = torch.view_as_real(values) if values.is_complex() else values.unsqueeze(-1)
-        nothings = (torch.signbit(parts) & (parts == 0)).all(dim=-1).tolist()
-        return {i for i, nothing in zip(firsts, nothings, strict=True) if not nothing}
 
     # -- for the optimizer --------------------------------------------------------------------------------------------
 
@@ -212,33 +209,48 @@ class GradientBuffer:
             merged = torch.zeros_like(self.master) if self.reduced is None else self.reduced.clone()
             for i in self._apart:
                 given = self._given.get(i)
-                merged[slice(*self._own(i))] = 0 if given is None else given.to_local()
+                merged[slice(*self._own[i])] = 0 if given is None else given.to_local()
             self.reduced, self._given, self._apart = merged, {}, set()
         return self.reduced
 
     def has_gradient(self, i: int) -> bool:
+        if self._unread and i not in self._present:
+            came = torch.stack(self._unread).ne(0).any(dim=0).tolist()
+            self._unread = []
+            self._present.update(j for j, has_come in enumerate(came) if has_come)
         return i in self._present
 
     def gradient(self, i: int) -> FlatDTensor | None:
         """The reduced gradient of a parameter: what was set, or a view."""
-        if i not in self._present:
+        if not self.has_gradient(i):
             return None
         if i in self._given:
             return self._given[i]
-        assert self.reduced is not None
-        if self._norms is None or self._norms.whole() is not self.reduced:
-            self._norms = Norms(self.reduced, lambda: list(map(self._reduced_view, range(len(self.layout.slots)))))
-        view = self._reduced_view(i)
-        view.norm_beside = partial(self._norms.norm, i)
-        return view
+        if self._viewed is not self.reduced:
+            self._view_reduced()
+        return self._views[i]
 
-    def _reduced_view(self, i: int) -> FlatDTensor:
-        assert self.reduced is not None
-        return self._view(self.reduced[slice(*self._own(i))], i)
+    def _view_reduced(self) -> None:
+        """Let views show the gradients of now. They are kept from step to step; what a caller holds stays as it was."""
+        reduced = self.reduced
+        assert reduced is not None
+        norms = Norms(reduced, self._own, self.mesh)
+        views, self._views, self._viewed = self._views or [None] * len(self._own), [], reduced  # type: ignore[list-item]
+        for i, (start, stop) in enumerate(self._own):
+            view: Any = views[i]
+            part = reduced[start:stop]
+            views[i] = None  # type: ignore[call-overload]
+            if view is None or part.dtype != view.dtype or sys.getrefcount(view) > 2 or view._use_count() > 1:
+                view = self._view(part, i)
+            view._local_tensor = view.counted = part
+            view.norm_beside = partial(norms.norm, i)
+            self._views.append(view)
 
     def set_gradient(self, i: int, value: Tensor | None) -> None:
         """A value, whole or cut as the parameter is; None: forget it."""
         given = None if value is None else self._cut(i, value)
+        if self._unread:
+            self.has_gradient(i)
         self._given.pop(i, None)
         self._present.discard(i)
         self._apart.add(i)
@@ -246,12 +258,12 @@ class GradientBuffer:
             self._given[i] = given
             self._present.add(i)
         if self._present <= self._given.keys():  # nothing of it is a gradient any more
-            self.reduced, self._apart = None, set(self._given)
+            self.reduced, self._apart, self._viewed = None, set(self._given), None
             self.stepped_as = {}
 
     def _cut(self, i: int, value: Tensor) -> FlatDTensor:
         """The value itself, where it is cut as the parameter is."""
-        like = self._view(self.master[slice(*self._own(i))], i)
+        like = self._view(self.master[slice(*self._own[i])], i)
         if value.shape != like.shape:
             raise ShardError(
                 f"{self.names[i]} has the shape {tuple(like.shape)}, and was given a gradient of {tuple(value.shape)}; give "
@@ -263,8 +275,7 @@ class GradientBuffer:
 
     def _view(self, part: Tensor, i: int) -> FlatDTensor:
         """A view of this rank's part, as the parameter's gradient."""
-        slot = self.layout.slots[i]
-        return FlatDTensor.of(part, slot.shape, placement_of(self.layout, self.mesh, slot.offset, slot.stop))
+        return FlatDTensor.of(part, self.layout.slots[i].shape, self.placements[i])
 
     def add(self, i: int, value: Tensor) -> None:
         """Adds to a parameter's gradient a value that did not come through the gathered buffer."""
@@ -274,9 +285,16 @@ class GradientBuffer:
         else:
             present.add_(value)
 
+    @cached_property
+    def _groups(self) -> dict[Hashable, list[int]]:
+        slots = self.layout.slots
+        return {group: [i for i, s in enumerate(slots) if s.group == group] for group in self.layout.regions}
+
     def gradient_of_region(self, group: Hashable) -> Tensor | None:
         """Raises ShardError where some of its parameters have a gradient and others have none."""
-        some = [i for i, slot in enumerate(self.layout.slots) if slot.group == group]
+        some = self._groups[group]
+        if self._unread:
+            self.has_gradient(some[0])
         absent = [i for i in some if i not in self._present]
         if len(absent) == len(some):
             return None
@@ -291,46 +309,20 @@ class GradientBuffer:
         return self.regions[group].like(local[start:stop])
 
     def set_gradient_of_region(self, group: Hashable, value: Tensor | None) -> None:
+        if value is None and len(self._groups) == 1:  # the usual end of a step
+            self._clear()
+            self.stepped_as, self._viewed = {}, None
+            return
         begin = self.layout.regions[group][0]
-        for i, slot in enumerate(self.layout.slots):
-            if slot.group == group:
-                part = None if value is None else value[slot.offset - begin : slot.stop - begin].view(slot.shape)
-                self.set_gradient(i, part)
+        for i in self._groups[group]:
+            slot = self.layout.slots[i]
+            part = None if value is None else value[slot.offset - begin : slot.stop - begin].view(slot.shape)
+            self.set_gradient(i, part)
 
     def upcast(self) -> None:
         """Bring gradient shards that were kept in a lower precision to the master's dtype."""
         if self.reduced is not None:
             self.reduced = self.reduced.to(self.master.dtype)
-
-    def _own(self, i: int) -> Range:
-        return self.layout.in_shard(self.layout.slots[i], self.mesh.shard_rank)
-
-
-def tell_each_other(buffers: Sequence[GradientBuffer]) -> None:
-    """Let ranks that hold no element of a parameter know that it has a gradient; one all-reduce in each shard group. Else
-    it would be None on some ranks alone, and their norms and optimizer states would leave it out."""
-    by_group: dict[Group, list[tuple[GradientBuffer, int]]] = {}
-    for buffer in buffers:
-        if buffer.mesh.shard_group is not None:
-            by_group.setdefault(buffer.mesh.shard_group, []).extend((buffer, i) for i in buffer.held_by_some)
-    for group, asked in by_group.items():
-        if not asked:
-            continue
-        here = [buffer.has_gradient(i) for buffer, i in asked]
-        flags = _on_device(here, asked[0][0].mesh)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-        if not all(here):
-            for (buffer, i), has_come in zip(asked, flags.tolist(), strict=True):
-                if has_come:
-                    buffer.has_come(i)
-
-
-def _on_device(flags: Sequence[bool], mesh: ShardMesh) -> Tensor:
-    """The flags as bytes on the device, without waiting for it."""
-    on_host = torch.tensor(flags, dtype=torch.uint8)
-    if mesh.streams is None:
-        return on_host
-    return mesh.streams.host_memory(len(flags), torch.uint8).copy_(on_host).to(mesh.device, non_blocking=True)
 
 
 def placement_of(layout: Layout, mesh: ShardMesh, start: int, stop: int) -> FlatPlacement:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fsdp_lab.base.tensors import cast, hiding_in, move, take_gradient, tensors_in, view_inputs
 from fsdp_lab.engine.errors import ShardError, check_module
-from fsdp_lab.engine.parameters import sharded_form
+from fsdp_lab.engine.gradients import GradientBuffer
 from fsdp_lab.engine.policy import cast_around_norms
 from fsdp_lab.engine.runtime import Pass, Runtime
 from fsdp_lab.engine.unit import Unit
@@ -55,7 +55,9 @@ class UnitHooks:
                 module.register_forward_hook(after),
             ]
         for flat in self.unit.flats:
-            self._handles += [self._watch_gradient(p) for p in flat.parameters if _is_number(p)]
+            for i, p in enumerate(flat.parameters):
+                if p.is_floating_point() or p.is_complex():
+                    self._handles.append(self._watch_gradient(weakref.ref(self), flat.gradients, i, p))
         holders = {use[0]: None for flat in self.unit.flats for uses in flat.uses for use in uses}
         self._handles += cast_around_norms(holders, self.unit.policy)
 
@@ -101,10 +103,9 @@ class UnitHooks:
             return None
         current, k = call
         output = cast(output, self.unit.policy.mp.output_dtype)
-        if torch.is_grad_enabled():
-            self._watch_outputs(runtime, current, k, output)
+        watched = self._watch_outputs(runtime, current, k, output) if torch.is_grad_enabled() else False
         runtime.after_forward(self.unit, current, k)
-        if k == 0 and current.with_backward and not any(t.requires_grad for t in tensors_in(output)):
+        if k == 0 and current.with_backward and not watched:
             runtime.end_without_graph()
         return output
 
@@ -127,7 +128,9 @@ class UnitHooks:
             )
         return inputs
 
-    def _watch_outputs(self, runtime: Runtime, current: Pass, k: int, output: Any) -> None:
+    def _watch_outputs(self, runtime: Runtime, current: Pass, k: int, output: Any) -> bool:
+        """Returns whether any output has a graph."""
+
         def arrived(_: Any) -> None:
             runtime.before_backward(self.unit, current, k)
 
@@ -142,21 +145,25 @@ class UnitHooks:
                 f"{self.unit.name} returned a {type(hiding).__name__}, in which tensors are not found, so that its backward "
                 "could not be seen; return tensors, or tuples, lists, dicts or dataclasses of them"
             )
+        return bool(watched)
 
-    def _watch_gradient(self, p: nn.Parameter) -> Any:
-        """Watches a parameter's gradient, also of a frozen one: it may be trained later. The garbage collector does not
-        see what a hook holds: nothing."""
-        trained, take = p.requires_grad, weakref.WeakMethod(self._take_gradient)
+    @staticmethod
+    def _watch_gradient(own: weakref.ref[UnitHooks], gradients: GradientBuffer, i: int, p: nn.Parameter) -> Any:
+        """Watches a parameter's gradient, also of a frozen one: it may be trained later. The garbage collector does not see
+        what a hook holds, so it holds nothing that holds the parameter."""
+
+        def take(p: Tensor) -> None:
+            hooks = own()
+            if hooks is not None:
+                if hooks.runtime is not None:
+                    hooks.runtime.before_gradient(hooks.unit, gradients.names[i])
+                gradients.receive(i, take_gradient(p))
+
+        trained = p.requires_grad
         watch: Any = p.requires_grad_().register_post_accumulate_grad_hook
-        handle = watch(lambda p: (method := take()) is not None and method(p))
+        handle = watch(take)
         p.requires_grad_(trained)
         return handle
-
-    def _take_gradient(self, p: Tensor) -> None:
-        sharded: Any = sharded_form(p)
-        if self.runtime is not None:
-            self.runtime.before_gradient(self.unit, sharded.fqn)
-        sharded.flat.gradients.receive(sharded.number, take_gradient(p))
 
 
 def unit_hooks(module: nn.Module) -> UnitHooks | None:
@@ -164,7 +171,3 @@ def unit_hooks(module: nn.Module) -> UnitHooks | None:
     check_module(module)
     hooks: UnitHooks | None = module.__dict__.get(_STATE)
     return hooks
-
-
-def _is_number(p: Tensor) -> bool:
-    return p.is_floating_point() or p.is_complex()

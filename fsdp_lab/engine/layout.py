@@ -102,6 +102,55 @@ class Layout:
         return (start - begin, stop - begin) if start < stop else (0, 0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Chunks:
+    """How what is reduced is cut. A rank's part has the n elements of its shard and then, if gradients are counted, one for
+    each parameter (see "Note: which gradients came" in gradients.py); n' in all, also on a 16-byte boundary."""
+
+    sizes: tuple[int, ...]  # of all chunks, one after the other
+    places: tuple[tuple[tuple[int, int, int], ...], ...]  # by parameter: chunk, and range of the gradient
+    padding: tuple[int, ...]  # chunks that no parameter covers
+    counts: int  # P, or 0
+    part_numel: int  # n'
+
+    @property
+    def numel(self) -> int:
+        """F * n'"""
+        return sum(self.sizes)
+
+    @classmethod
+    def of(cls, layout: Layout, *, counted: bool) -> Chunks:
+        counts, n = len(layout.slots) if counted else 0, layout.shard_numel
+        rest = _aligned(n + counts, ALIGN_BYTES // 2) - n if counts else 0
+        order = sorted(range(len(layout.slots)), key=lambda i: layout.slots[i].offset)
+        places: list[list[tuple[int, int, int]]] = [[] for _ in order]
+        sizes: list[int] = []
+        padding: list[int] = []
+
+        def pad(size: int) -> None:
+            if size:
+                padding.append(len(sizes))
+                sizes.append(size)
+
+        for rank in range(layout.factor):
+            at, end = layout.shard(rank)
+            for i in order:
+                slot, (start, stop) = layout.slots[i], layout.own(layout.slots[i], rank)
+                if start < stop:
+                    pad(slot.offset + start - at)
+                    places[i].append((len(sizes), start, stop))
+                    sizes.append(stop - start)
+                    at = slot.offset + stop
+            pad(end - at + rest)
+        return cls(
+            sizes=tuple(sizes),
+            places=tuple(map(tuple, places)),
+            padding=tuple(padding),
+            counts=counts,
+            part_numel=n + rest,
+        )
+
+
 def _aligned(n: int, align: int) -> int:
     return -(-n // align) * align
 

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp_lab.base.streams import Streams, streams_of
 from fsdp_lab.engine.buffers import BufferPool, pool_of
 from fsdp_lab.engine.collectives import Group, gather_texts
-from fsdp_lab.engine.errors import ShardError, answered, waiting
+from fsdp_lab.engine.errors import ShardError, Unanswered, answered, unanswered
 
 _POST_FORWARD = "fsdp_lab post-forward"  # the description by which such a group is found again
 _BUILD = "make it with fsdp_lab.engine.build_mesh"
@@ -74,12 +74,12 @@ class ShardMesh:
     def world_size(self) -> int:
         return self.shard_size * self.replicas
 
-    def waiting(self, what: str) -> AbstractContextManager[None]:
-        """A context in which an error says what this rank waits for, and in which step."""
-        return waiting(self.ranks, f"in step {self.counter.step} ({what})")
+    def unanswered(self, error: Unanswered, what: str) -> ShardError:
+        """The error that says what this rank waited for, and in which step."""
+        return unanswered(self.ranks, f"in step {self.counter.step} ({what})", error)
 
     def answered(self, what: str) -> AbstractContextManager[None]:
-        """As `waiting`, around collectives that are waited for at once, and nothing else."""
+        """A context around collectives that are waited for at once, in which an error says so."""
         return answered(self.ranks, f"in step {self.counter.step} ({what})")
 
     @property

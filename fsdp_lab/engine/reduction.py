@@ -16,7 +16,7 @@ from torch import Tensor
 from fsdp_lab.base.streams import CommStreams
 from fsdp_lab.engine.buffers import empty
 from fsdp_lab.engine.collectives import CommHandle, all_reduce, reduce_scatter
-from fsdp_lab.engine.gradients import GradientBuffer
+from fsdp_lab.engine.gradients import GradientBuffer, Taken
 
 
 class Reduction:
@@ -31,13 +31,13 @@ class Reduction:
     to read it; earlier, where it is added to the gradient of an earlier backward, or where a hook reads it.
     """
 
-    def __init__(
-        self, target: GradientBuffer, gradient: Tensor, arrived: frozenset[int], streams: CommStreams, *, stays: bool
-    ) -> None:
+    def __init__(self, target: GradientBuffer, taken: Taken, streams: CommStreams, *, stays: bool) -> None:
         """stays: whether it may be in flight until the end of the backward."""
-        self.target, self._mesh, self._streams, self._arrived = target, target.mesh, streams, arrived
-        self.unsharded: Tensor | None = gradient  # [F * n], what is sent, until it has been scattered
-        self.shard = gradient  # what it has become so far: [n], or [F * n] where nothing is scattered
+        self.target, self._mesh, self._streams, self._arrived = target, target.mesh, streams, taken.arrived
+        gradient = taken.tensor
+        self.unsharded: Tensor | None = gradient  # [F * n'], what is sent, until it has been scattered
+        self.shard = gradient  # what it has become so far: [n'], then [n]; whole where nothing is scattered
+        self._counts: Tensor | None = None  # [P], where not all came here
         self._final_dtype = gradient.dtype if target.policy.mp.keep_low_precision_gradients else target.master.dtype
         self._divides_first = gradient.dtype is torch.float16
         self._rest = 1.0  # to divide by after all sums
@@ -48,7 +48,10 @@ class Reduction:
         is_queued = self._mesh.streams is not None
         self._handle: CommHandle | None = None  # the last that was issued
         self._unsent = [*self._stages()]
-        self._send()
+        if self._unsent:
+            self._send()
+        else:
+            self.shard = gradient.to(self._final_dtype)
         self._scattered = self._handle if self._mesh.shard_group is not None else None
         while is_queued and self._unsent:
             self._send()
@@ -62,9 +65,9 @@ class Reduction:
         """Wait for what is in flight. `ends`: give the shard to the optimizer; otherwise free the whole gradient, and issue
         the next collective."""
         if ends:
-            assert self._handle is not None
-            self._handle.wait(on_host=self._is_on_host)
-            self.target.accumulate(self.shard, self._arrived)
+            if self._handle is not None:
+                self._handle.wait(on_host=self._is_on_host)
+            self.target.accumulate(self.shard, self._arrived, self._counts)
             return
         if self._scattered is not None:
             self._scattered.wait()
@@ -79,7 +82,7 @@ class Reduction:
             yield self._reduce_scatter
         if self._mesh.replicate_group is not None:
             yield self._all_reduce
-        if self._is_on_host or self._mesh.world_size == 1:
+        if self._is_on_host:
             yield self._deliver
 
     def _send(self) -> None:
@@ -88,17 +91,17 @@ class Reduction:
     def _reduce_scatter(self) -> CommHandle:
         group, unsharded, is_last = self._mesh.shard_group, self.unsharded, self._mesh.replicate_group is None
         assert group is not None and unsharded is not None
-        start, stop = self.target.layout.shard(self._mesh.shard_rank)
-        part = self.shard = unsharded[start:stop]  # in place, so that no more than the whole gradient is in flight
+        n, rank = self.target.chunks.part_numel, self._mesh.shard_rank
+        part = self.shard = unsharded[
+            rank * n : (rank + 1) * n
+        ]  # in place: no more than the whole gradient is in flight
 
         def landed() -> None:
             self._to_mean(part, self._mesh.shard_size, is_last=is_last)
-            dtype = self._final_dtype if is_last else part.dtype
-            if self.target.policy.shard_optimizer_only:  # it may stay a part of the whole gradient
-                self.shard = part.to(dtype)
-            else:
-                pool = self._mesh.buffer_pool
-                self.shard = empty(pool, part.numel(), dtype, part.device, is_private=True).copy_(part)
+            if is_last:
+                self._cut(part)
+            elif not self.target.policy.shard_optimizer_only:
+                self.shard = part.clone()
 
         with self._streams.reduce.entered():
             work = reduce_scatter(part, unsharded, group)
@@ -110,23 +113,33 @@ class Reduction:
 
         def landed() -> None:
             self._to_mean(shard, self._mesh.replicas, is_last=True)
-            self.shard = shard.to(self._final_dtype)
+            self._cut(shard)
 
         with self._streams.all_reduce.entered():
             if self._handle is not None:
                 self._handle.order()
             return CommHandle(self._streams.all_reduce, all_reduce(shard, group), keeps=(shard,), then=landed)
 
+    def _cut(self, mean: Tensor) -> None:
+        """The shard without its counts, in the dtype that the optimizer is given. mean: [n']"""
+        n, counts = self.target.layout.shard_numel, self.target.chunks.counts
+        if len(self._arrived) < counts:
+            self._counts = mean[n : n + counts].clone()
+        if self.target.policy.shard_optimizer_only:  # it may stay a part of the whole gradient
+            self.shard = mean[:n].to(self._final_dtype)
+        else:
+            self.shard = empty(self._mesh.buffer_pool, n, self._final_dtype, mean.device, is_private=True).copy_(
+                mean[:n]
+            )
+
     def _deliver(self) -> CommHandle:
-        """Copies the gradient to the host, if the master shard is there."""
+        """Copies the gradient to the host, where the master shard is."""
         with self._streams.to_host.entered():
             if self._handle is not None:
                 self._handle.order()
             reduced, cast = self.shard, self.shard.to(self._final_dtype)
-            self.shard = cast
-            if self._is_on_host:
-                assert self._mesh.streams is not None
-                self.shard = self._mesh.streams.host_memory(cast.numel(), cast.dtype).copy_(cast, non_blocking=True)
+            assert self._mesh.streams is not None
+            self.shard = self._mesh.streams.host_memory(cast.numel(), cast.dtype).copy_(cast, non_blocking=True)
             return CommHandle(self._streams.to_host, None, keeps=(reduced, cast))
 
     def _to_mean(self, summed: Tensor, ranks: int, *, is_last: bool) -> None:

@@ -33,14 +33,14 @@ from torch import distributed as dist, nn
 from torch.autograd.profiler import record_function
 
 from fsdp_lab.base.streams import CommStreams
-from fsdp_lab.engine.errors import ShardError
-from fsdp_lab.engine.gradients import tell_each_other
+from fsdp_lab.engine.errors import ShardError, Unanswered
 from fsdp_lab.engine.reduction import Reduction
-from fsdp_lab.engine.schedule import Direction, OffloadPolicy, Phase, Point, PointSide, Rules, Schedule, UnitCall
+from fsdp_lab.engine.schedule import Direction, OffloadPolicy, Phase, PointSide, Rules, Schedule, UnitCall
 from fsdp_lab.engine.unit import Unit, UnitState
 
 Watcher = Callable[[Phase, str, Direction], None]
 Around = Callable[[Phase, str], AbstractContextManager[None]]  # within it a phase of a unit is issued
+_NOTHING: AbstractContextManager[None] = nullcontext()
 Key = tuple[Unit, bool]  # of passes that are alike: from which unit they begin, and whether with gradients
 
 
@@ -59,11 +59,14 @@ class Pass:
     def enter(self, unit: int) -> int:
         """A call begins. Returns its number."""
         detached = self.with_backward and not torch.is_grad_enabled()
-        k, call = len(self.calls), UnitCall(unit, self.open[-1] if self.open else None, detached)
-        self.calls.append(call)
+        k, call = len(self.calls), (unit, self.open[-1] if self.open else None, detached)
         self.open.append(k)
-        if self.schedule is not None and self.schedule.calls[k : k + 1] != (call,):
+        if self.schedule is not None:
+            if k < len(self.schedule.calls) and self.schedule.calls[k] == call:
+                self.calls.append(self.schedule.calls[k])
+                return k
             self.schedule = None
+        self.calls.append(UnitCall(*call))
         return k
 
     def is_open(self, unit: int) -> bool:
@@ -83,7 +86,6 @@ class Backward:
     def __init__(self) -> None:
         self.passes: list[Pass] = []
         self.at_work: Counter[Unit] = Counter()  # how many calls of a unit have begun and not ended
-        self.reduced: dict[Unit, None] = {}  # of which gradients were sent
         self.makes_graph = False  # through which another backward may go, with the same parameters
 
 
@@ -95,7 +97,7 @@ class Runtime:
         self.rules: Rules = _rules(root, units)
         self.streams = CommStreams.of(root.mesh.streams)
         self.watch: Watcher | None = None
-        self.around: Around = lambda phase, unit: nullcontext()
+        self.around: Around = lambda phase, unit: _NOTHING
         self._step, self._written = 0, -1  # of the optimizer: counted by how often it had written when a pass began
         self._methods = 0  # calls of registered methods under way, one inside the other
         self._forward: Pass | None = None  # the one under way
@@ -147,7 +149,7 @@ class Runtime:
             current = self.begin(unit, scheduled=not method)
         self._free_stale(unit)
         k = current.enter(self._index[unit])
-        self._issue(current, Point(Direction.FORWARD, k, PointSide.BEFORE))
+        self._issue(current, Direction.FORWARD, k, PointSide.BEFORE)
         self.make_ready(unit, Direction.FORWARD)
         self._begin_computing(unit, current, Direction.FORWARD, k)
         return current, k
@@ -175,7 +177,7 @@ class Runtime:
         self._end_computing(current, Direction.FORWARD, k)
         while current.open.pop() != k:
             pass  # inner calls that never came to their end
-        self._issue(current, Point(Direction.FORWARD, k, PointSide.AFTER))
+        self._issue(current, Direction.FORWARD, k, PointSide.AFTER)
         departed = current.schedule is None and unit.policy.rules.reshard_after_forward
         if departed and not current.is_open(self._index[unit]) and unit is not current.outermost:
             self._reshard(unit, Direction.FORWARD)
@@ -228,7 +230,7 @@ class Runtime:
         self._free_stale(unit)
         current.backwards[k] = True
         backward.at_work[unit] += 1
-        self._issue(current, Point(Direction.BACKWARD, k, PointSide.BEFORE))
+        self._issue(current, Direction.BACKWARD, k, PointSide.BEFORE)
         self.make_ready(unit, Direction.BACKWARD)
         self._begin_computing(unit, current, Direction.BACKWARD, k)
         if torch.is_grad_enabled():
@@ -246,7 +248,7 @@ class Runtime:
         backward.at_work[unit] -= 1
         self._end_computing(current, Direction.BACKWARD, k)
         if current.schedule is not None and current.schedule.backward:
-            self._issue(current, Point(Direction.BACKWARD, k, PointSide.AFTER))
+            self._issue(current, Direction.BACKWARD, k, PointSide.AFTER)
         else:
             self._reshard(unit, Direction.BACKWARD)
             self._reduce(unit)
@@ -298,8 +300,6 @@ class Runtime:
             self._reduce(unit)
         while self._reducing:
             self._advance_reductions(last=True)
-        with self.around(Phase.REDUCE, self.root.name), self.root.mesh.answered("end of the backward"):
-            tell_each_other([flat.gradients for unit in backward.reduced for flat in unit.flats])
         self._backward, self._recomputed = None, {}
         if not backward.makes_graph:
             self._release()
@@ -308,15 +308,17 @@ class Runtime:
 
     # -- what the schedule names ------------------------------------------------------------------------------------
 
-    def _issue(self, current: Pass, point: Point) -> None:
-        """Issues what the schedule names at a point; host copies are issued with the gather or reduction that they
-        belong to."""
-        for action in current.schedule.at(point) if current.schedule is not None else ():
+    def _issue(self, current: Pass, direction: Direction, k: int, side: PointSide) -> None:
+        """Issues what the schedule names before or after a call; host copies are issued with the gather or reduction that
+        they belong to."""
+        if current.schedule is None:
+            return
+        for action in current.schedule.by_call[direction, side].get(k, ()):
             unit = self.units[action.unit]
             if action.phase is Phase.UNSHARD:
-                self._unshard(unit, point.direction)
+                self._unshard(unit, direction)
             elif action.phase is Phase.RESHARD:
-                self._reshard(unit, point.direction)
+                self._reshard(unit, direction)
             elif action.phase is Phase.REDUCE:
                 self._reduce(unit)
 
@@ -339,9 +341,12 @@ class Runtime:
 
     def make_ready(self, unit: Unit, direction: Direction) -> None:
         """Gather a unit now, unless it is."""
-        with unit.mesh.waiting(_label(Phase.UNSHARD, unit)):
-            self._unshard(unit, direction)
-            unit.wait_for_unshard()
+        if unit.state is not UnitState.UNSHARDED or unit.is_stale:
+            try:
+                self._unshard(unit, direction)
+                unit.wait_for_unshard()
+            except Unanswered as e:
+                raise unit.mesh.unanswered(e, _label(Phase.UNSHARD, unit)) from e
         self._reads_shards |= unit.policy.map_shards and not unit.asked_for
 
     def _reshard(self, unit: Unit, direction: Direction) -> None:
@@ -360,8 +365,6 @@ class Runtime:
             for flat in unit.flats:
                 flat.gradients.collect()  # later ones are added in the dtype of the reduction
             return
-        if self.backward is not None:
-            self.backward.reduced[unit] = None
         self._advance_reductions(but=self.rules.limit_reductions - 1)
         with self.span(Phase.REDUCE, unit, Direction.BACKWARD):
             self._reducing.append((unit, unit.reduce(self.streams)))
@@ -374,14 +377,15 @@ class Runtime:
             unit, reductions = in_flight
             ends = all(reduction.ends(last=last) for reduction in reductions)
             copies = ends and unit.policy.offload != OffloadPolicy.NONE  # under offload its shard then is on the host
-            with (
-                self.span(Phase.HOST_COPY, unit, Direction.BACKWARD)
-                if copies
-                else self.around(Phase.REDUCE, unit.name),
-                unit.mesh.waiting(_label(Phase.REDUCE, unit)),
-            ):
-                for reduction in reductions:
-                    reduction.advance(ends=ends)
+            around = (
+                self.span(Phase.HOST_COPY, unit, Direction.BACKWARD) if copies else self.around(Phase.REDUCE, unit.name)
+            )
+            try:
+                with around:
+                    for reduction in reductions:
+                        reduction.advance(ends=ends)
+            except Unanswered as e:
+                raise unit.mesh.unanswered(e, _label(Phase.REDUCE, unit)) from e
             if ends:
                 self._reducing.remove(in_flight)
                 for hook in [hook for flat in unit.flats for hook in flat.reduce_hooks.values()]:
@@ -389,29 +393,24 @@ class Runtime:
 
     # -- spans ------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def span(self, phase: Phase, unit: Unit, direction: Direction) -> Iterator[None]:
-        """A phase under its name, for the watcher and for profiler traces."""
-        self._report(phase, unit, direction)
-        named = record_function(_label(phase, unit)) if torch.autograd._profiler_enabled() else nullcontext()
-        with named, self.around(phase, unit.name):
-            yield
+    def span(self, phase: Phase, unit: Unit, direction: Direction) -> AbstractContextManager[Any]:
+        """A context, to be entered at once: a phase under its name, for the watcher and for profiler traces."""
+        if self.watch is not None:
+            self.watch(phase, unit.name, direction)
+        around = self.around(phase, unit.name)
+        return around if not torch.autograd._profiler_enabled() else _named(_label(phase, unit), around)
 
     def _begin_computing(self, unit: Unit, current: Pass, direction: Direction, k: int) -> None:
         """Begins a span that ends in another hook, or with the pass."""
-        self._report(Phase.COMPUTE, unit, direction)
+        if self.watch is not None:
+            self.watch(Phase.COMPUTE, unit.name, direction)
         if torch.autograd._profiler_enabled():
             current.spans[direction, k] = record_function(_label(Phase.COMPUTE, unit))
             current.spans[direction, k].__enter__()  # type: ignore[no-untyped-call]
 
     def _end_computing(self, current: Pass, direction: Direction, k: int) -> None:
-        span = current.spans.pop((direction, k), None)
-        if span is not None:
+        if current.spans and (span := current.spans.pop((direction, k), None)) is not None:
             span.__exit__(None, None, None)
-
-    def _report(self, phase: Phase, unit: Unit, direction: Direction) -> None:
-        if self.watch is not None:
-            self.watch(phase, unit.name, direction)
 
     # -- the rest ---------------------------------------------------------------------------------------------------
 
@@ -432,9 +431,11 @@ class Runtime:
             flat.gradients.drop()
         self._forward = self._backward = None
         self._reducing, self._recomputed = [], {}
-        with self.root.mesh.waiting("what an exception left in flight"):
+        try:
             self._release()
             self._free_all()
+        except Unanswered as e:
+            raise self.root.mesh.unanswered(e, "what an exception left in flight") from e
 
     def _is_at_work(self, unit: Unit) -> bool:
         """Returns whether a call of the unit is under way, in a forward or in a backward."""
@@ -497,6 +498,12 @@ def _rules(root: Unit, units: Sequence[Unit]) -> Rules:
     return Rules.of(
         prefetch, reshard_after_forward=root.policy.rules.reshard_after_forward, offload=root.policy.offload
     )
+
+
+@contextmanager
+def _named(label: str, around: AbstractContextManager[Any]) -> Iterator[None]:
+    with record_function(label), around:
+        yield
 
 
 def _label(phase: Phase, unit: Unit) -> str:

@@ -20,6 +20,7 @@ import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import NamedTuple
 
 
 class Phase(enum.StrEnum):
@@ -53,8 +54,7 @@ class Point:
     moment: PointSide
 
 
-@dataclass(frozen=True)
-class UnitCall:
+class UnitCall(NamedTuple):
     """One call of a unit's module in a forward; `parent` is the call that encloses it."""
 
     unit: int
@@ -142,15 +142,16 @@ class Schedule:
 
     def at(self, point: Point) -> tuple[Action, ...]:
         """The actions to issue at a point, in this order, without the computation itself."""
-        return self._by_point.get(point, ())
+        return tuple(self.by_call[point.direction, point.moment].get(point.call, ()))
 
     @cached_property
-    def _by_point(self) -> dict[Point, tuple[Action, ...]]:
-        by_point: dict[Point, list[Action]] = {}
+    def by_call(self) -> dict[tuple[Direction, PointSide], dict[int, list[Action]]]:
+        """The actions to issue at the points of one direction and side, by call."""
+        by_call = {(direction, side): dict[int, list[Action]]() for direction in Direction for side in PointSide}
         for action in self.actions:
             if action.phase not in (Phase.COMPUTE, Phase.OPTIM):
-                by_point.setdefault(action.point, []).append(action)
-        return {point: tuple(actions) for point, actions in by_point.items()}
+                by_call[action.point.direction, action.point.moment].setdefault(action.point.call, []).append(action)
+        return by_call
 
     @cached_property
     def walk(self) -> tuple[Point, ...]:

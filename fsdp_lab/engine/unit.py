@@ -113,4 +113,4 @@ class Unit:
         adds = any(flat.gradients.reduced is not None for flat in self.flats)
         stays = not any(flat.reduce_hooks for flat in self.flats) and (self.policy.is_on_host(self.mesh) or not adds)
         taken = [(flat.gradients, flat.gradients.take()) for flat in self.flats]
-        return [Reduction(target, *taking, streams, stays=stays) for target, taking in taken if taking is not None]
+        return [Reduction(target, taking, streams, stays=stays) for target, taking in taken if taking is not None]

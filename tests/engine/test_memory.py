@@ -135,6 +135,10 @@ class Auditor:
     def whole(self, names: Iterable[str], itemsize: int) -> int:
         return itemsize * sum(flat.layout.numel for name in names for flat in self.units[name].flats)
 
+    def counted(self, names: Iterable[str], itemsize: int) -> int:
+        """Of whole gradients that are reduced, with a count for each parameter."""
+        return itemsize * sum(flat.gradients.chunks.numel for name in names for flat in self.units[name].flats)
+
     def see(self, phase: Phase, unit: str, direction: Direction) -> None:
         where = f"before {phase.value} {unit or 'root'} {direction.value}"
         got, flat = held(self.model), self.units[""].flats[0]
@@ -144,7 +148,7 @@ class Auditor:
         # ZeRO-1 keeps what it gathered once
         self.ever = self.ever | alive if self.strategy.sharding == "zero1" else alive
         assert got["unsharded"] == (0 if flat.is_view_of_master else self.whole(self.ever, self.gathered)), where
-        came, sent = self.whole(filling, self.gathered), self.whole(reducing, self.reduced)
+        came, sent = self.whole(filling, self.gathered), self.counted(reducing, self.reduced)
         assert sent <= got["unsharded gradients"] <= came + sent, where
         gathering = {name for name, u in self.units.items() if u.state is UnitState.GATHERING}
         copies = self.shards(self.units if self.strategy.offload == "optimizer" else gathering | {unit})
@@ -163,7 +167,7 @@ class Auditor:
         """Two passes: gradients are reduced, and only what must stay is held beside them."""
         got, flat = held(self.model), self.units[""].flats[0]
         stays = self.strategy.sharding == "zero1" and not flat.is_view_of_master
-        whole = self.whole(self.units, 4) if self.strategy.shards_optimizer_only else self.parameters
+        whole = self.counted(self.units, 4) if self.strategy.shards_optimizer_only else self.parameters
         assert got == Counter(
             {
                 "parameters": self.parameters,
@@ -236,7 +240,7 @@ def test_shares_and_bytes_sent_are_what_zero_says(pool: Pool) -> None:
     """s Psi / F, with padding, over a group: parameters, gradients, and AdamW's state twice (ZeRO, section 5), after a
     backward in fp32. ZeRO-1 here has its master shards beside what it gathers. A rank sends (F - 1) / F of 2 Psi, and of
     3 Psi where units are gathered twice (section 7), which the root and the last block are not."""
-    once = {"all_gather": BLOCKS + 1, "reduce_scatter": BLOCKS + 1, "all_reduce": 1}
+    once = {"all_gather": BLOCKS + 1, "reduce_scatter": BLOCKS + 1}
     for world_size, sharding, copies, gathered, counts in (
         (3, "full_shard", (1, 1), 0, {**once, "all_gather": 2 * BLOCKS}),
         (3, "shard_grad_op", (1, 1), 0, once),
@@ -247,7 +251,9 @@ def test_shares_and_bytes_sent_are_what_zero_says(pool: Pool) -> None:
         _, psi, stepped, sent = results[0]
         total = sum((full for full, *_ in results), Counter[str]())
         assert total["parameters"] == copies[0] * 4 * psi
-        assert total["gradients"] == copies[1] * 4 * psi
+        assert total["gradients"] == pytest.approx(
+            copies[1] * 4 * psi, rel=0.05 if sharding == "zero1" else 0
+        )  # ZeRO-1 keeps counts
         assert total["optimizer"] == copies[0] * 2 * 4 * stepped
         assert total["unsharded"] == gathered * 4 * psi
         assert total["unsharded gradients"] == 0
@@ -256,7 +262,9 @@ def test_shares_and_bytes_sent_are_what_zero_says(pool: Pool) -> None:
         )
         assert Counter(kind for kind, _ in sent) == counts
         times = sum(size for _, size in sent) / (4 * psi * (world_size - 1) / world_size)
-        assert 2 < times < 3 if sharding == "full_shard" else times == pytest.approx(2, rel=0.01), sharding
+        assert 2 < times < 3 if sharding == "full_shard" else times == pytest.approx(2, rel=0.03), (
+            sharding
+        )  # with counts
 
 
 # -- deferred initialisation -----------------------------------------------------------------------------------------

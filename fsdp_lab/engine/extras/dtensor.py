@@ -60,7 +60,8 @@ def _cut_what_is_written(args: tuple[Any, ...]) -> None:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments that `func` writes to, in place or by `out`."""
-    return [t for given in _writable(func, args, kwargs) for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
+    given = [g if isinstance(g, (list, tuple)) else (g,) for g in _writable(func, args, kwargs)]
+    return [t for some in given for t in some if isinstance(t, Tensor)]
 
 
 def _writable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -150,6 +151,8 @@ def _range(t: Tensor, like: FlatTensor) -> Tensor:
 
 def _on_lists(func: Any, args: Any, kwargs: Any) -> Any:
     """Foreach and fused kernels: of each position the first argument says how it is cut."""
+    if (ran := _on_equal_lists(func, args, kwargs)) is not None:
+        return ran[0]
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and _has_tensors(a)]
     alike: dict[int, FlatTensor] = {}
     for some in lists:
@@ -169,6 +172,33 @@ def _on_lists(func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(results, (list, tuple)):
         return [alike[i].like(t) if i in alike else t for i, t in enumerate(results)]
     return results
+
+
+def _on_equal_lists(func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
+    """What `func` returns where all lists are cut alike, as those of an optimizer, of which there are many; else None."""
+    first = args[0]
+    try:
+        placements = [t.flat_placement for t in first]
+        local_args = [_local_list(a, placements) for a in args]
+        local_kwargs = {k: _local_list(v, placements) for k, v in kwargs.items()}
+    except AttributeError:  # another tensor is among them
+        return None
+    results = func(*local_args, **local_kwargs)
+    return (results,) if results is None else ([like.like(t) for like, t in zip(first, results, strict=True)],)
+
+
+def _local_list(a: Any, placements: list[FlatPlacement]) -> Any:
+    """The local ranges of tensors with these placements; numbers, and the counts of steps, as they are. Raises
+    AttributeError."""
+    if isinstance(a, Tensor):
+        raise AttributeError
+    if not isinstance(a, (list, tuple)) or not a or not isinstance(a[0], Tensor):
+        return a
+    if all(type(t) is Tensor and not t.dim() for t in a):
+        return a
+    if [t.flat_placement for t in a] != placements:
+        raise AttributeError
+    return [t._local_tensor for t in a]
 
 
 def _written_beside(func: Any, args: Any, kwargs: Any, alike: Iterable[int]) -> list[Tensor]:
@@ -211,15 +241,16 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     order, dims = given.get("ord", given.get("p", 2)), given.get("dim")
     if not isinstance(t, FlatTensor) or (dims and len(dims) != t.dim()) or given.get("keepdim"):
         return NotImplemented
-    order = 2.0 if order is None else float(order)
-    return t.norm_beside(order, given.get("dtype")) if t.norm_beside else _norms([t], order, given.get("dtype"))[0]
+    order, dtype = 2.0 if order is None else float(order), given.get("dtype")
+    norm = None if t.norm_beside is None else t.norm_beside(order, dtype)
+    return _norms_of([t], order, dtype)[0] if norm is None else norm
 
 
 def _foreach_norm(func: Any, args: Any, kwargs: Any) -> Any:
     given = _by_name(func, args, kwargs)
     order, dtype = float(given.get("ord", 2)), given.get("dtype")
     sharded = [t for t in args[0] if isinstance(t, FlatTensor)]
-    norms, mesh = iter(_norms(sharded, order, dtype)), sharded[0].flat_placement.mesh.plain_mesh
+    norms, mesh = iter(_norms_of(sharded, order, dtype)), sharded[0].flat_placement.mesh.plain_mesh
 
     def beside(t: Tensor) -> Tensor:
         norm: Tensor = torch.linalg.vector_norm(t, order, dtype=dtype)
@@ -232,37 +263,45 @@ def _foreach_max(func: Any, args: Any, kwargs: Any) -> Any:
     return [torch.max(t) for t in args[0]]
 
 
-def _norms(tensors: Sequence[FlatTensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
+def _norms_of(tensors: Sequence[FlatTensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
     """The norms of the whole tensors, by one all-reduce for each shard group."""
     by_group: dict[Any, list[int]] = {}
     for i, t in enumerate(tensors):
         by_group.setdefault(t.flat_placement.mesh.shard_group, []).append(i)
     norms: dict[int, Tensor] = {}
-    for group, indices in by_group.items():
+    for indices in by_group.values():
         mesh = tensors[indices[0]].flat_placement.mesh
-        each = torch.stack([_local_norm(tensors[i]._local_tensor, order, dtype) for i in indices]).to(mesh.device)
-        if group is not None:
-            with mesh.answered("a norm"):
-                _reduce_norms(each, order, group)
+        each = _norms([tensors[i]._local_tensor for i in indices], mesh, order, dtype)
         norms.update((i, Replica.of(each[j], tensors[i].flat_placement.mesh.plain_mesh)) for j, i in enumerate(indices))
     return [norms[i] for i in range(len(tensors))]
+
+
+def _norms(ranges: Sequence[Tensor], mesh: ShardMesh, order: float, dtype: torch.dtype | None) -> Tensor:
+    """The norms of tensors of which these are a rank's ranges."""
+    each, group = torch.stack([_local_norm(t, order, dtype) for t in ranges]).to(mesh.device), mesh.shard_group
+    if group is not None:
+        with mesh.answered("a norm"):
+            _reduce_norms(each, order, group)
+    return each
 
 
 class Norms:
     """Norms of the parts of a tensor, which are asked for one after the other, as by torch's `clip_grad_norm_`: the
     first question is answered for all of them, in one all-reduce, until the tensor is written to."""
 
-    def __init__(self, whole: Tensor, parts: Callable[[], Sequence[FlatTensor]]) -> None:
-        self.whole, self._parts = weakref.ref(whole), parts
-        self._known: tuple[Any, list[Tensor]] = None, []
+    def __init__(self, whole: Tensor, ranges: Sequence[Range], mesh: ShardMesh) -> None:
+        self._whole, self._ranges, self._mesh = weakref.ref(whole), ranges, mesh
+        self._known: tuple[Any, Any] = None, None  # the question, and the answers
 
-    def norm(self, i: int, order: float, dtype: torch.dtype | None) -> Tensor:
-        whole = self.whole()
-        key = None if whole is None else (order, dtype, whole._version)
-        if key is None or self._known[0] != key:
-            self._known = key, _norms(self._parts(), order, dtype)
-        known: Any = self._known[1][i]
-        return Replica.of(known._local_tensor.clone(), known.device_mesh)  # the caller's own
+    def norm(self, i: int, order: float, dtype: torch.dtype | None) -> Tensor | None:
+        """A tensor of the caller's own; None where the whole is gone."""
+        whole = self._whole()
+        if whole is None:
+            return None
+        key = order, dtype, whole._version
+        if self._known[0] != key:
+            self._known = key, _norms([whole[slice(*r)] for r in self._ranges], self._mesh, order, dtype)
+        return Replica.of(self._known[1][i].clone(), self._mesh.plain_mesh)
 
 
 def _local_norm(local: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:

@@ -82,7 +82,7 @@ class FlatTensor(DTensor):
 
     flat_placement: FlatPlacement
     counted: Tensor
-    norm_beside: Callable[[float, torch.dtype | None], Tensor] | None = None
+    norm_beside: Callable[[float, torch.dtype | None], Tensor | None] | None = None
 
     @classmethod
     def of(cls, local: Tensor, shape: Sequence[int], placement: FlatPlacement, *, requires_grad: bool = False) -> Self:
