@@ -44,7 +44,7 @@ class FlatTensors(Measured):
             resharded, unreduced = flat.post_forward_shard, flat.gradients.unsharded
             optional = (device_shard, flat.device_shard), (Role.UNSHARDED, resharded), (Role.GRADIENTS, unreduced)
             yield from ((role, t) for role, t in optional if t is not None)
-            yield from ((Role.GRADIENTS, t) for t, _ in flat.gradients.pieces)
+            yield from ((Role.GRADIENTS, t) for t in flat.gradients.pieces.values())
         for reduction in (r for runtime in engine.runtimes_of(self.module) for r in runtime.reducing):
             yield from ((Role.GRADIENTS, t) for t in (reduction.unsharded, reduction.shard) if t is not None)
 

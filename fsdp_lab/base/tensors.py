@@ -131,17 +131,13 @@ class LeafOfSharded(nn.Parameter):
         return self.sharded.__deepcopy__(memo)
 
 
-_OWN_DATA: Any = Tensor.data
-_OWN_GRAD: Any = Tensor.grad
-
-
-def set_data(p: Tensor, value: Tensor) -> None:
-    """Give a tensor other data, whatever its class makes of that."""
-    _OWN_DATA.__set__(p, value)
+_own_data: Any = Tensor.data
+_own_grad: Any = Tensor.grad
+set_data: Callable[[Tensor, Tensor], None] = _own_data.__set__  # whatever the class of the tensor makes of `.data`
 
 
 def take_gradient(p: Tensor) -> Any:
     """Returns what autograd left in a leaf's own `.grad`, whatever its class shows; it adds to what it finds there."""
-    gradient = _OWN_GRAD.__get__(p)
-    _OWN_GRAD.__set__(p, None)
+    gradient = _own_grad.__get__(p)
+    _own_grad.__set__(p, None)
     return gradient

@@ -215,8 +215,10 @@ class FlatBuffer:
         at, freed = ([t.data_ptr() for t in some] for some in (self.parameters, self._freed))
         if at != freed or self._written():
             raise self._changed()
-        for p, view, sharded in zip(self.parameters, self._views, self.sharded, strict=True):
-            set_data(p, view)
+        if not self.is_view_of_master:
+            for p, view in zip(self.parameters, self._views, strict=True):
+                set_data(p, view)
+        for p, sharded in zip(self.parameters, self.sharded, strict=True):
             p.requires_grad_(sharded.requires_grad)
         self._show(self.parameters)
 
@@ -301,7 +303,7 @@ class FlatBuffer:
         optional = (self.gradients.unsharded, self.gradients.reduced, self.device_shard, self.post_forward_shard)
         gathered = [self.full] if self.is_gathered else []
         yield from (self.master, *gathered, *(t for t in optional if t is not None))
-        yield from (piece for piece, _ in self.gradients.pieces)
+        yield from self.gradients.pieces.values()
 
 
 def _bits(t: Tensor) -> Tensor:

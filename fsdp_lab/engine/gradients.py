@@ -27,7 +27,7 @@ from fsdp_lab.engine.buffers import empty
 from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.extras.dtensor import FlatDTensor, Norms
 from fsdp_lab.engine.extras.flat_tensor import FlatPlacement
-from fsdp_lab.engine.layout import Chunks, Layout, Range
+from fsdp_lab.engine.layout import Chunks, Layout
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.parameters import Region
 from fsdp_lab.engine.policy import ShardPolicy
@@ -48,6 +48,7 @@ class GradientBuffer:
     was. Who asks for all gradients as one tensor gets a new one, with those that were kept apart.
 
     Attributes:
+        pieces: by parameter, what came from autograd and is not in `unsharded` yet.
         unsharded: [F * n'] from the end of a backward to its reduction; without communication it stays.
         reduced: [n], the gradient of the shard, where any parameter has one; zero where another has none.
         regions: optimizer group -> what an optimizer may be given for its parameters.
@@ -67,7 +68,7 @@ class GradientBuffer:
         self.chunks = Chunks.of(layout, counted=mesh.world_size > 1)
         self.unsharded: Tensor | None = None
         self.reduced: Tensor | None = None
-        self._pieces: dict[int, Tensor] = {}  # by parameter: what came and is not in `unsharded` yet
+        self.pieces: dict[int, Tensor] = {}
         self._parts: Sequence[Tensor] = ()  # the chunks of `unsharded`
         self._arrived: set[int] = set()
         self._present: set[int] = set()  # parameters that have a gradient, as far as counts have been read
@@ -83,6 +84,8 @@ class GradientBuffer:
         self._own = [layout.in_shard(slot, rank) for slot in layout.slots]
         self.placements = [placement_of(layout, mesh, slot.offset, slot.stop) for slot in layout.slots]
         self.regions = {group: self.region(group) for group in layout.regions}
+        self._region_views: dict[Hashable, FlatDTensor] = {}  # of `_viewed_regions`
+        self._viewed_regions: Tensor | None = None
 
     def region(self, group: Hashable) -> Region:
         start, stop = self.layout.region_in_shard(group, self.mesh.shard_rank)
@@ -107,23 +110,18 @@ class GradientBuffer:
                 f"the gradient of {self.names[i]} has a graph (create_graph=True), which its reduction would cut; take "
                 "gradients of inputs by torch.autograd.grad(..., create_graph=True), and call backward without it"
             )
-        if i in self._pieces:
+        if i in self.pieces:
             self.collect()
-        self._pieces[i] = grad
+        self.pieces[i] = grad
 
     @property
     def is_waiting(self) -> bool:
         """True if gradients have come that were not taken yet."""
-        return self.unsharded is not None or bool(self._pieces)
-
-    @property
-    def pieces(self) -> list[tuple[Tensor, Range]]:
-        """Gradients as they came, each with its place in the buffer of parameters."""
-        return [(grad, (self.layout.slots[i].offset, self.layout.slots[i].stop)) for i, grad in self._pieces.items()]
+        return self.unsharded is not None or bool(self.pieces)
 
     def collect(self) -> None:
         """Copy what came into `unsharded`, in the dtype of the reduction; added where something came before."""
-        pieces, self._pieces = self._pieces, {}
+        pieces, self.pieces = self.pieces, {}
         if not pieces:
             return
         if self.unsharded is None:
@@ -153,16 +151,17 @@ class GradientBuffer:
 
     def drop(self) -> None:
         """Forget what came."""
-        self.unsharded, self._parts, self._pieces, self._arrived = None, (), {}, set()
+        self.unsharded, self._parts, self.pieces, self._arrived = None, (), {}, set()
 
     def forget(self) -> None:
         """All gradients, reduced or not."""
         self.drop()
         self._clear()
-        self._views, self._viewed = [], None
+        self._views = []
 
     def _clear(self) -> None:
         self.reduced, self._given, self._present, self._apart, self._unread = None, {}, set(), set(), []
+        self._region_views, self._viewed_regions, self._viewed, self.stepped_as = {}, None, None, {}
 
     def take(self) -> Taken | None:
         """The whole gradient with its counts. None where none came at all."""
@@ -187,6 +186,7 @@ class GradientBuffer:
     def accumulate(self, shard: Tensor, arrived: frozenset[int], counts: Tensor | None) -> None:
         """shard: [n], reduced, in the master's dtype and place or in the reduce dtype. `arrived` on this rank. counts: [P],
         on how many ranks each came, where that is not known here."""
+        self._region_views = {}
         self._present |= arrived
         if counts is not None:
             self._unread.append(counts)
@@ -251,6 +251,7 @@ class GradientBuffer:
         given = None if value is None else self._cut(i, value)
         if self._unread:
             self.has_gradient(i)
+        self._region_views = {}
         self._given.pop(i, None)
         self._present.discard(i)
         self._apart.add(i)
@@ -258,8 +259,9 @@ class GradientBuffer:
             self._given[i] = given
             self._present.add(i)
         if self._present <= self._given.keys():  # nothing of it is a gradient any more
-            self.reduced, self._apart, self._viewed = None, set(self._given), None
-            self.stepped_as = {}
+            given_here, present = self._given, self._present
+            self._clear()
+            self._given, self._present, self._apart = given_here, present, set(given_here)
 
     def _cut(self, i: int, value: Tensor) -> FlatDTensor:
         """The value itself, where it is cut as the parameter is."""
@@ -292,6 +294,8 @@ class GradientBuffer:
 
     def gradient_of_region(self, group: Hashable) -> Tensor | None:
         """Raises ShardError where some of its parameters have a gradient and others have none."""
+        if self._region_views and self._viewed_regions is self.reduced and group in self._region_views:
+            return self._region_views[group]
         some = self._groups[group]
         if self._unread:
             self.has_gradient(some[0])
@@ -306,12 +310,15 @@ class GradientBuffer:
             )
         local, (start, stop) = self.local(), self.layout.region_in_shard(group, self.mesh.shard_rank)
         assert local is not None
-        return self.regions[group].like(local[start:stop])
+        if self._viewed_regions is not local:
+            self._region_views, self._viewed_regions = {}, local
+        view: Any = self.regions[group].like(local[start:stop])
+        self._region_views[group] = view
+        return view  # type: ignore[no-any-return]
 
     def set_gradient_of_region(self, group: Hashable, value: Tensor | None) -> None:
         if value is None and len(self._groups) == 1:  # the usual end of a step
             self._clear()
-            self.stepped_as, self._viewed = {}, None
             return
         begin = self.layout.regions[group][0]
         for i in self._groups[group]:

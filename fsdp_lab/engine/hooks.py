@@ -155,7 +155,7 @@ class UnitHooks:
         def take(p: Tensor) -> None:
             hooks = own()
             if hooks is not None:
-                if hooks.runtime is not None:
+                if hooks.runtime is not None and not gradients.pieces:  # the first one of this backward
                     hooks.runtime.before_gradient(hooks.unit, gradients.names[i])
                 gradients.receive(i, take_gradient(p))
 

@@ -101,7 +101,7 @@ def held(model: Model) -> Counter[str]:
     """Bytes of a rank by class, with padding."""
     found: Counter[str] = Counter()
     for flat in (flat for unit in units_of(model) for flat in unit.flats):
-        came = [t for t, _ in flat.gradients.pieces]
+        came = list(flat.gradients.pieces.values())
         whole = [] if flat.is_view_of_master or not flat.is_gathered else [flat.full]
         for kind, tensors in {
             "parameters": [flat.master],
