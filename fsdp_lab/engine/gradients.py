@@ -14,6 +14,7 @@ not come here, the host reads the count when the gradient is asked for; where al
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -82,6 +83,9 @@ class GradientBuffer:
         ] = {}  # by group: the form in which an optimizer stepped by these gradients
         rank = mesh.shard_rank
         self._own = [layout.in_shard(slot, rank) for slot in layout.slots]
+        cuts = sorted({0, layout.shard_numel, *(end for own in self._own for end in own)})
+        self._shard_sizes = [stop - start for start, stop in itertools.pairwise(cuts)]
+        self._chunk_of = [cuts.index(start) for start, _ in self._own]
         self.placements = [placement_of(layout, mesh, slot.offset, slot.stop) for slot in layout.slots]
         self.regions = {group: self.region(group) for group in layout.regions}
         self._region_views: dict[Hashable, FlatDTensor] = {}  # of `_viewed_regions`
@@ -222,9 +226,9 @@ class GradientBuffer:
 
     def gradient(self, i: int) -> FlatDTensor | None:
         """The reduced gradient of a parameter: what was set, or a view."""
-        if not self.has_gradient(i):
+        if i not in self._present and not (self._unread and self.has_gradient(i)):
             return None
-        if i in self._given:
+        if self._given and i in self._given:
             return self._given[i]
         if self._viewed is not self.reduced:
             self._view_reduced()
@@ -236,9 +240,10 @@ class GradientBuffer:
         assert reduced is not None
         norms = Norms(reduced, self._own, self.mesh)
         views, self._views, self._viewed = self._views or [None] * len(self._own), [], reduced  # type: ignore[list-item]
+        parts = reduced.split_with_sizes(self._shard_sizes)
         for i, (start, stop) in enumerate(self._own):
             view: Any = views[i]
-            part = reduced[start:stop]
+            part = parts[self._chunk_of[i]] if start < stop else reduced[:0]
             views[i] = None  # type: ignore[call-overload]
             if view is None or part.dtype != view.dtype or sys.getrefcount(view) > 2 or view._use_count() > 1:
                 view = self._view(part, i)

@@ -37,9 +37,10 @@ class ShardedParameter(FlatDTensor):
     @property
     def grad(self) -> Tensor | None:
         """The reduced gradient; with what autograd added to this tensor itself, as for a penalty on weights."""
-        if self.flat.sharded[self.number] is not self:
+        flat, number = self.flat, self.number
+        if flat.sharded[number] is not self:
             raise replaced(self.fqn)
-        own: Tensor | None = self.flat.gradients.gradient(self.number)
+        own: Tensor | None = flat.gradients.gradient(number)
         return own
 
     @grad.setter

@@ -41,9 +41,10 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func._schema.is_mutable:
         _cut_what_is_written(args)
     result = _run(func, args, kwargs)
-    written = [t.counted for t in _written(func, args, kwargs) if isinstance(t, FlatTensor)]
-    if written:
-        torch.autograd.graph.increment_version(written)  # torch raises that of the wrapper alone
+    for given in _writable(func, args, kwargs):
+        some = given if isinstance(given, (list, tuple)) else (given,)
+        if written := [t.counted for t in some if isinstance(t, FlatTensor)]:
+            torch.autograd.graph.increment_version(written)  # torch raises that of the wrapper alone
     return result
 
 
