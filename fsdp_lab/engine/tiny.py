@@ -14,7 +14,7 @@ so that a rank holds the whole parameters of only those units that compute. Comp
     fully_shard(model)
     optimizer = torch.optim.AdamW(shards(model))
 
-Read `TinyFSDP` first, which moves the bytes; then `Unit`, which knows when. Shapes: a unit has N elements in all, a shard
+Read `TinyFSDP` first, which moves the bytes; then `TinyUnit`, which knows when. Shapes: a unit has N elements in all, a shard
 n = ceil(N / F), and the flat buffer F * n, of which the last F * n - N are padding.
 
 It gives FSDP2's losses and parameters, bit for bit (tests/engine/test_tiny.py), and is slower: no communication runs beside
@@ -47,13 +47,13 @@ reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 
 
 class TinyFSDP:
-    """Shards, gathers, frees and reduces one unit. `Unit` calls these methods; the lab calls them too, where the class is
+    """Shards, gathers, frees and reduces one unit. `TinyUnit` calls these methods; the lab calls them too, where the class is
     the engine of backend "yours" (`lab.check_engine(TinyFSDP)`), as in notebook 10."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
 
-    def shard(self, unit: Unit) -> Tensor:
+    def shard(self, unit: TinyUnit) -> Tensor:
         """Move the parameters into one buffer, `unit.full`: [F * n]. Returns a copy of this rank's part: [n]."""
         joined = torch.cat([p.detach().reshape(-1) for p in unit.params])  # [N]
         # Zeros at the end make all shards equally long, as the two collectives want them.
@@ -66,7 +66,7 @@ class TinyFSDP:
         # A clone, since a view would be freed with the buffer.
         return unit.full.chunk(unit.world_size)[unit.rank].clone()
 
-    def gather(self, unit: Unit) -> None:
+    def gather(self, unit: TinyUnit) -> None:
         """Make the parameters whole, from the shards of all ranks. One collective for a whole unit: many small ones would
         cost more than the bytes."""
         # The memory returns to the same storage. A new tensor would not do: between forward and backward autograd holds
@@ -74,11 +74,11 @@ class TinyFSDP:
         unit.full.untyped_storage().resize_(unit.full.nbytes)
         all_gather(unit.full, unit.shard.detach(), group=self.group)  # lands where the forward reads; nothing is copied
 
-    def free(self, unit: Unit) -> None:
+    def free(self, unit: TinyUnit) -> None:
         """Give the memory of the whole parameters back. The tensors stay, and must not be used."""
         unit.full.untyped_storage().resize_(0)
 
-    def reduce(self, unit: Unit) -> Tensor:
+    def reduce(self, unit: TinyUnit) -> Tensor:
         """Take the gradients from the parameters. Returns this rank's part of their mean over the ranks: [n]."""
         whole = torch.zeros_like(unit.full)  # [F * n]; padding, and what has no gradient, stays zero
         for p, view in zip(unit.params, views(whole, unit.params), strict=True):
@@ -104,7 +104,7 @@ def views(flat: Tensor, params: Sequence[nn.Parameter]) -> list[Tensor]:
 # -- when they move ----------------------------------------------------------------------------------------------------
 
 
-class Unit:
+class TinyUnit:
     """One module's parameters, and the hooks that gather, free and reduce them in time.
 
     Attributes:
@@ -185,7 +185,7 @@ class Unit:
 
 # -- the entry ---------------------------------------------------------------------------------------------------------
 
-_UNIT = "_tiny_unit"  # the attribute of a module that holds its Unit
+_UNIT = "_tiny_unit"  # the attribute of a module that holds its TinyUnit
 
 
 def fully_shard(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
@@ -197,11 +197,11 @@ def fully_shard(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn
     taken = {id(p) for unit in units_of(module) for p in unit.params}
     params = [p for p in module.parameters() if id(p) not in taken]
     if params:
-        module.__dict__[_UNIT] = Unit(module, params, group)
+        module.__dict__[_UNIT] = TinyUnit(module, params, group)
     return module
 
 
-def units_of(module: nn.Module) -> list[Unit]:
+def units_of(module: nn.Module) -> list[TinyUnit]:
     """The units of a module and of those inside it."""
     return [m.__dict__[_UNIT] for m in module.modules() if _UNIT in m.__dict__]
 
