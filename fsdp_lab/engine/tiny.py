@@ -14,8 +14,8 @@ so that a rank holds the whole parameters of only those units that compute. Comp
     fully_shard(model)
     optimizer = torch.optim.AdamW(shards(model))
 
-Read `TinyFSDP` first, which moves the bytes; then `TinyUnit`, which knows when. Shapes: a unit has N elements in all, a shard
-n = ceil(N / F), and the flat buffer F * n, of which the last F * n - N are padding.
+Read `TinyFSDP` first, which moves the bytes; then `TinyUnit`, which knows when. Shapes: a unit has N elements in all, a
+shard n = ceil(N / F), and the flat buffer F * n, of which the last F * n - N are padding.
 
 It gives FSDP2's losses and parameters, bit for bit (tests/engine/test_tiny.py), and is slower: no communication runs beside
 computation, which is most of what the engine adds. All parameters of a unit have one dtype. Nothing is refused:
@@ -47,8 +47,8 @@ reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 
 
 class TinyFSDP:
-    """Shards, gathers, frees and reduces one unit. `TinyUnit` calls these methods; the lab calls them too, where the class is
-    the engine of backend "yours" (`lab.check_engine(TinyFSDP)`), as in notebook 10."""
+    """Shards, gathers, frees and reduces one unit. `TinyUnit` calls these methods; the lab calls them too, where the class
+    is the engine of backend "yours" (`lab.check_engine(TinyFSDP)`), as in notebook 10."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
