@@ -154,7 +154,7 @@ TOLD: dict[str, list[str]] = {
                "Passed. 4 micro-batches, and 4 reductions a step", "watched fsdp2 full_shard fp32"],
     NAMES[9]: ["finished: 3 ranks since step", "state carried: True", "'to other hosts': 0"],
     NAMES[10]: [r"Not yet\. DataParallel", r"Not yet\. Zero1", r"Not yet\. Zero2", r"Not yet\. FullyShard",
-                r"Not yet\. Overlapped"],
+                r"Not yet\. Overlapped", r"Passed\. TinyFSDP and fsdp2: equal bit for bit"],
     NAMES[11]: ["Each rank holds whole gradients"],
 }  # fmt: skip
 
