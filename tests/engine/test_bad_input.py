@@ -18,6 +18,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributions import Normal
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
@@ -532,13 +533,15 @@ def inner_module_by_itself(place: Place) -> None:
 class Hiding:
     """An object in which nobody looks for tensors."""
 
-    def __init__(self, x: Tensor) -> None:
+    __slots__ = ("x",)
+
+    def __init__(self, x: Any) -> None:
         self.x = x
 
 
 class HidingBlock(Block):
-    def forward(self, x: Tensor) -> Any:
-        return Hiding(super().forward(x))
+    def forward(self, x: Tensor, how: Any = Hiding) -> Any:
+        return how(super().forward(x))
 
 
 class LeavingBlock(nn.Module):
@@ -569,6 +572,10 @@ def outputs_that_are_not_found(place: Place) -> None:
         model(batch(0, 0))
     with torch.no_grad():
         model(batch(0, 0))
+    hidings: tuple[Any, ...] = (lambda x: {1: frozenset([x])}, lambda x: Normal(x, 1.0), lambda x: Hiding([Hiding(x)]))
+    for how, kind in zip(hidings, ("frozenset", "Normal", "Hiding"), strict=True):
+        with refused(f"blocks.0 returned a {kind}, in which"):
+            model.blocks[0](batch(0, 0), how)
     loss = mean_square(by_block(make(HidingNet, block=LeavingBlock)), batch(0, 0))
     says = r"the gradient of blocks.\d.norm.\w+ came while blocks.\d was not gathered: .* let its forward return"
     with refused(says):
