@@ -18,8 +18,8 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributions import Normal
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributions import Normal
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from fsdp_lab.engine import (
@@ -792,6 +792,10 @@ def _fail(*_: Any) -> None:
     raise ValueError("trouble in the forward")
 
 
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 STRATEGIES = (
     Strategy(),
     Strategy(sharding="zero1", forward_prefetch=2, backward_prefetch=2, limit_all_gathers=0, offload="all"),
@@ -812,6 +816,12 @@ def exceptions_in_a_step(place: Place) -> None:
             with torch.no_grad():
                 assert torch.equal(model(batch(0, place.rank)), make()(batch(0, place.rank)))
             is_clean(model)
+        trains_on(model, place)
+        for where in places:  # Ctrl-C, of which torch's modules tell nobody
+            handle = where.register_forward_hook(_interrupt)
+            with torch.set_grad_enabled(where is not model), pytest.raises(KeyboardInterrupt):
+                step(model, place)
+            handle.remove()
         trains_on(model, place)
         for where in places:  # the next forward follows the schedule
             handle = where.register_forward_hook(lambda module, args, out: FailsBackward.apply(out))
@@ -867,7 +877,10 @@ def exceptions_that_the_model_catches(place: Place) -> None:
     model = by_block(make(Catching))
     handle = model.blocks[1].up.register_forward_hook(_fail)
     for _ in range(2):
-        step(model, place)
+        try:
+            raise ValueError("handled while the model is called")
+        except ValueError:
+            step(model, place)
     handle.remove()
     trains_on(model, place)
 
