@@ -674,10 +674,16 @@ def shards_in_safetensors(place: Place, folder: Path) -> None:
     tensors are right, and are read into any shards."""
     # of a matrix of 5 x 5, rank 0 has 2 rows and 3 elements
     model = fully_shard(make(nn.Linear, in_features=5, out_features=5, bias=False))
-    says = "weight is in several parts on a rank, of which HuggingFaceStorageWriter keeps one; give it whole tensors"
+    says = (
+        "weight is in several parts on a rank, of which a file of safetensors keeps one; give the writer whole tensors"
+    )
     with pytest.raises(CheckpointException, match=says):
         dcp.save(model.state_dict(), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
     whole = {name: t.clone() for name, t in full_state(model)}
+    dcp.save(model.state_dict(), checkpoint_id=folder / "parts")
+    parts = torch.zeros(5, 5)
+    dcp.load({"weight": parts}, checkpoint_id=folder / "parts")
+    assert torch.equal(parts, whole["weight"])
     if place.rank == 0:
         dcp.save(whole, storage_writer=HuggingFaceStorageWriter(str(folder / "whole")), no_dist=True)
     dist.barrier()
