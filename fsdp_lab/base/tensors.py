@@ -18,12 +18,28 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def hiding_in(value: Any) -> Any:
-    """The first object of a nested value that has a tensor with a gradient as an attribute, where nobody looks for it."""
-    for leaf in _leaves(value):
-        attributes = () if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", {}).values()
-        if any(isinstance(a, Tensor) and a.requires_grad for a in attributes):
-            return leaf
-    return None
+    """The first object of a nested value in which there is a tensor with a gradient, where nobody looks for it: in a set, or
+    in an object's attributes or slots, up to four deep."""
+    return next((leaf for leaf in _leaves(value) if not isinstance(leaf, Tensor) and _hides(leaf, 4)), None)
+
+
+def _hides(value: Any, depth: int) -> bool:
+    for part in _hidden_parts(value):
+        for leaf in _leaves(part):
+            if leaf.grad_fn is not None if isinstance(leaf, Tensor) else depth > 1 and _hides(leaf, depth - 1):
+                return True
+    return False
+
+
+def _hidden_parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, (nn.Module, type)):
+        return
+    if isinstance(value, (set, frozenset)):
+        yield from value
+    slots = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
+    names = (name for some in slots for name in ([some] if isinstance(some, str) else some))
+    yield from (getattr(value, name, None) for name in names)
+    yield from getattr(value, "__dict__", {}).values()
 
 
 def _leaves(value: Any) -> Iterator[Any]:

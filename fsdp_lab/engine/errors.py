@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 
 from torch import distributed as dist, nn
-from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 
 class ShardError(RuntimeError):
@@ -69,19 +66,6 @@ def check_module(given: object) -> None:
 
 def not_sharded(module: nn.Module) -> ShardError:
     return ShardError(f"{type(module).__name__} is not sharded; call fully_shard(module) first")
-
-
-def refuse_parts(name: str) -> None:
-    """Raise ShardError where torch's writer of safetensors asks: of several parts of a tensor it would keep the last."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        writer = frame.f_locals.get("storage_writer")
-        if getattr(writer, "serialization_format", None) is SerializationFormat.SAFETENSORS:
-            raise ShardError(
-                f"{name} is in several parts on a rank, of which {type(writer).__name__} keeps one; give it whole tensors "
-                "on rank 0, as from get_model_state_dict with full_state_dict=True, or use FileSystemWriter"
-            )
-        frame = frame.f_back
 
 
 def replaced(name: str) -> ShardError:

@@ -15,6 +15,7 @@ graph begins after the first and ends before the second.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -41,6 +42,8 @@ class UnitHooks:
         self.outer: UnitHooks | None = None  # of the next module around it that was sharded
         self._adopt = adopt
         self._handles: list[Any] = []
+        # Of each call under way: the exception that was being handled when it began, and what the runtime calls it.
+        self._calls: list[tuple[BaseException | None, tuple[Pass, int] | None]] = []
         self.install()
 
     def install(self) -> None:
@@ -52,7 +55,7 @@ class UnitHooks:
             module.__dict__[_STATE] = self
             self._handles += [
                 module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-                module.register_forward_hook(after),
+                module.register_forward_hook(after, always_call=True),
             ]
         for flat in self.unit.flats:
             for i, p in enumerate(flat.parameters):
@@ -81,11 +84,13 @@ class UnitHooks:
         self, module: nn.Module, args: Any, kwargs: Any, *, method: bool = False
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """`method`: it is not `forward` that is called."""
+        self._calls.append((sys.exception(), None))
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise ShardError("torch.func transforms, as grad or vmap, of a sharded model are not supported, since they wrap "
                              "what is gathered; use torch.autograd.grad and its like")  # fmt: skip
         runtime = self.runtime if self.runtime is not None else self._adopt(self)
         current, k = runtime.before_forward(self.unit, method=method)
+        self._calls[-1] = self._calls[-1][0], (current, k)
         mp, device = self.unit.policy.mp, self.unit.mesh.device
         inputs = args, kwargs
         if k == 0 and device.type != "cpu":
@@ -97,11 +102,16 @@ class UnitHooks:
         return inputs
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        runtime = self.runtime
-        call = None if runtime is None else runtime.ending(self.unit)
-        if runtime is None or call is None:
+        """Called after an exception too, in the forward or in a hook of somebody else."""
+        before, call = self._calls.pop() if self._calls else (None, None)
+        if self.runtime is None or call is None:
             return None
-        current, k = call
+        try:
+            return self._end_forward(self.runtime, *call, output) if sys.exception() is before else None
+        finally:
+            self.runtime.close(*call)
+
+    def _end_forward(self, runtime: Runtime, current: Pass, k: int, output: Any) -> Any:
         output = cast(output, self.unit.policy.mp.output_dtype)
         watched = self._watch_outputs(runtime, current, k, output) if torch.is_grad_enabled() else False
         runtime.after_forward(self.unit, current, k)
@@ -111,10 +121,12 @@ class UnitHooks:
 
     def call(self, method: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A method of a module, with what goes before and after its forward."""
-        args, kwargs = self.before_forward(module, args, kwargs, method=True)
-        assert self.runtime is not None
-        with self.runtime.inside_method():
+        try:
+            args, kwargs = self.before_forward(module, args, kwargs, method=True)
             output = method(*args, **kwargs)
+        except BaseException:
+            self.after_forward(module, args, None)
+            raise
         return self.after_forward(module, args, output)
 
     def _watch_inputs(self, runtime: Runtime, current: Pass, k: int, inputs: Any) -> Any:

@@ -21,7 +21,6 @@ differ in that.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -99,12 +98,10 @@ class Runtime:
         self.watch: Watcher | None = None
         self.around: Around = lambda phase, unit: _NOTHING
         self._step, self._written = 0, -1  # of the optimizer: counted by how often it had written when a pass began
-        self._methods = 0  # calls of registered methods under way, one inside the other
         self._forward: Pass | None = None  # the one under way
         self._backward: weakref.ref[Backward] | None = None  # the one under way; dead where an exception ended it
         self._reads_shards = False  # of other ranks, in the pass or the backward under way
         self._held: set[Unit] = set()  # gathered for the second backward of a double one
-        self._recomputed: dict[Unit, Pass] = {}  # inside a backward: forwards that have begun and not ended
         self._index = {unit: i for i, unit in enumerate(self.units)}
         self._calls: dict[Key, tuple[UnitCall, ...]] = {}  # of the last pass
         self._schedules: dict[Key, Schedule] = {}
@@ -127,7 +124,7 @@ class Runtime:
                 other.reshard()
             if other.policy.offload == OffloadPolicy.OPTIMIZER:  # which has stepped since
                 self._copy_to_device(other, Direction.FORWARD)
-        written = sum(flat.master._version for other in self.units for flat in other.flats)
+        written = self._count_writes()
         if written != self._written:
             self._release()
         self._step, self._written = self._step + (written != self._written), written
@@ -145,7 +142,7 @@ class Runtime:
         if self.recomputes:
             return self._recompute(unit)
         current = self._forward
-        if current is None or self._begins_anew(unit, current):
+        if current is None or self._is_left_over(current, unit):
             current = self.begin(unit, scheduled=not method)
         self._free_stale(unit)
         k = current.enter(self._index[unit])
@@ -154,21 +151,13 @@ class Runtime:
         self._begin_computing(unit, current, Direction.FORWARD, k)
         return current, k
 
-    def _begins_anew(self, unit: Unit, current: Pass) -> bool:
-        """Returns whether an exception has left a pass open: its outermost unit, or the root, is called, and not by
-        itself."""
-        return unit in (current.outermost, self.root) and not self._methods and _calls_under_way(unit) < 2
+    def _is_left_over(self, current: Pass, unit: Unit) -> bool:
+        """Returns whether an exception has ended the pass. torch tells of no other kind than Exception: of what
+        KeyboardInterrupt left, the outermost unit, or the root, is called again, and the optimizer has stepped."""
+        return not current.open or (unit in (current.outermost, self.root) and self._count_writes() != self._written)
 
-    def ending(self, unit: Unit) -> tuple[Pass, int] | None:
-        """The pass and the number of the unit's call whose forward is about to end; None where there is none."""
-        if self.recomputes:
-            recomputed = self._recomputed.pop(unit, None)
-            return None if recomputed is None else (recomputed, 0)
-        current, index = self._forward, self._index[unit]
-        if current is None:
-            return None
-        k = next((k for k in reversed(current.open) if current.calls[k].unit == index), None)
-        return None if k is None else (current, k)
+    def _count_writes(self) -> int:
+        return sum(flat.master._version for unit in self.units for flat in unit.flats)
 
     def after_forward(self, unit: Unit, current: Pass, k: int) -> None:
         """Free the unit, unless the schedule keeps it, or a backward needs it now."""
@@ -184,14 +173,11 @@ class Runtime:
         if k == 0:
             self._end_forward(current)
 
-    @contextmanager
-    def inside_method(self) -> Iterator[None]:
-        """A context in which a unit's method other than `forward` runs, and may call the unit itself."""
-        self._methods += 1
-        try:
-            yield
-        finally:
-            self._methods -= 1
+    def close(self, current: Pass, k: int) -> None:
+        """A call is over. What a pass that an exception ended left gathered is freed when the next one begins."""
+        self._end_computing(current, Direction.FORWARD, k)
+        if k in current.open:
+            del current.open[current.open.index(k) :]
 
     def _end_forward(self, current: Pass) -> None:
         self._forward = None
@@ -288,7 +274,7 @@ class Runtime:
         """A forward inside a backward."""
         self._begin_backward()
         self.make_ready(unit, Direction.BACKWARD)
-        current = self._recomputed[unit] = Pass(None, unit, with_backward=torch.is_grad_enabled())
+        current = Pass(None, unit, with_backward=torch.is_grad_enabled())
         return current, current.enter(self._index[unit])
 
     def end_backward(self, backward: Backward) -> None:
@@ -300,7 +286,7 @@ class Runtime:
             self._reduce(unit)
         while self._reducing:
             self._advance_reductions(last=True)
-        self._backward, self._recomputed = None, {}
+        self._backward = None
         if not backward.makes_graph:
             self._release()
         self._free_all()
@@ -430,7 +416,7 @@ class Runtime:
         for flat in (flat for unit in self.units if self._backward is not None for flat in unit.flats):
             flat.gradients.drop()
         self._forward = self._backward = None
-        self._reducing, self._recomputed = [], {}
+        self._reducing = []
         try:
             self._release()
             self._free_all()
@@ -508,13 +494,3 @@ def _named(label: str, around: AbstractContextManager[Any]) -> Iterator[None]:
 
 def _label(phase: Phase, unit: Unit) -> str:
     return f"{phase.value} {unit.name or 'root'}"
-
-
-def _calls_under_way(unit: Unit) -> int:
-    """How many calls of its modules are on this thread's stack. Slow; only to tell a call of itself from an exception."""
-    calls, frame = 0, sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") in unit.modules:
-            calls += 1
-    return calls

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributions import Normal
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from fsdp_lab.engine import (
@@ -532,13 +533,15 @@ def inner_module_by_itself(place: Place) -> None:
 class Hiding:
     """An object in which nobody looks for tensors."""
 
-    def __init__(self, x: Tensor) -> None:
+    __slots__ = ("x",)
+
+    def __init__(self, x: Any) -> None:
         self.x = x
 
 
 class HidingBlock(Block):
-    def forward(self, x: Tensor) -> Any:
-        return Hiding(super().forward(x))
+    def forward(self, x: Tensor, how: Any = Hiding) -> Any:
+        return how(super().forward(x))
 
 
 class LeavingBlock(nn.Module):
@@ -569,6 +572,10 @@ def outputs_that_are_not_found(place: Place) -> None:
         model(batch(0, 0))
     with torch.no_grad():
         model(batch(0, 0))
+    hidings: tuple[Any, ...] = (lambda x: {1: frozenset([x])}, lambda x: Normal(x, 1.0), lambda x: Hiding([Hiding(x)]))
+    for how, kind in zip(hidings, ("frozenset", "Normal", "Hiding"), strict=True):
+        with refused(f"blocks.0 returned a {kind}, in which"):
+            model.blocks[0](batch(0, 0), how)
     loss = mean_square(by_block(make(HidingNet, block=LeavingBlock)), batch(0, 0))
     says = r"the gradient of blocks.\d.norm.\w+ came while blocks.\d was not gathered: .* let its forward return"
     with refused(says):
@@ -667,10 +674,16 @@ def shards_in_safetensors(place: Place, folder: Path) -> None:
     tensors are right, and are read into any shards."""
     # of a matrix of 5 x 5, rank 0 has 2 rows and 3 elements
     model = fully_shard(make(nn.Linear, in_features=5, out_features=5, bias=False))
-    says = "weight is in several parts on a rank, of which HuggingFaceStorageWriter keeps one; give it whole tensors"
+    says = (
+        "weight is in several parts on a rank, of which a file of safetensors keeps one; give the writer whole tensors"
+    )
     with pytest.raises(CheckpointException, match=says):
         dcp.save(model.state_dict(), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
     whole = {name: t.clone() for name, t in full_state(model)}
+    dcp.save(model.state_dict(), checkpoint_id=folder / "parts")
+    parts = torch.zeros(5, 5)
+    dcp.load({"weight": parts}, checkpoint_id=folder / "parts")
+    assert torch.equal(parts, whole["weight"])
     if place.rank == 0:
         dcp.save(whole, storage_writer=HuggingFaceStorageWriter(str(folder / "whole")), no_dist=True)
     dist.barrier()
@@ -785,6 +798,10 @@ def _fail(*_: Any) -> None:
     raise ValueError("trouble in the forward")
 
 
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 STRATEGIES = (
     Strategy(),
     Strategy(sharding="zero1", forward_prefetch=2, backward_prefetch=2, limit_all_gathers=0, offload="all"),
@@ -805,6 +822,12 @@ def exceptions_in_a_step(place: Place) -> None:
             with torch.no_grad():
                 assert torch.equal(model(batch(0, place.rank)), make()(batch(0, place.rank)))
             is_clean(model)
+        trains_on(model, place)
+        for where in places:  # Ctrl-C, of which torch's modules tell nobody
+            handle = where.register_forward_hook(_interrupt)
+            with torch.set_grad_enabled(where is not model), pytest.raises(KeyboardInterrupt):
+                step(model, place)
+            handle.remove()
         trains_on(model, place)
         for where in places:  # the next forward follows the schedule
             handle = where.register_forward_hook(lambda module, args, out: FailsBackward.apply(out))
@@ -860,7 +883,10 @@ def exceptions_that_the_model_catches(place: Place) -> None:
     model = by_block(make(Catching))
     handle = model.blocks[1].up.register_forward_hook(_fail)
     for _ in range(2):
-        step(model, place)
+        try:
+            raise ValueError("handled while the model is called")
+        except ValueError:
+            step(model, place)
     handle.remove()
     trains_on(model, place)
 

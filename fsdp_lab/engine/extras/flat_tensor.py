@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fsdp_lab.engine.errors import ShardError, answered, refuse_parts
+from fsdp_lab.engine.errors import ShardError, answered
 from fsdp_lab.engine.layout import Range
 from fsdp_lab.engine.mesh import ShardMesh
 
@@ -186,27 +186,44 @@ class FlatTensor(DTensor):
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self._local_tensor)
-        chunks = self._boxes()
-        if len(chunks) > 1:
-            refuse_parts(fqn)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
             )
-            for _, chunk in chunks
+            for _, chunk in self._boxes()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [chunk for _, chunk in self._boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        begin = self.flat_placement.own[0]
-        for (start, stop), chunk in self._boxes():
+        begin, chunks = self.flat_placement.own[0], self._boxes()
+        for (start, stop), chunk in chunks:
             if chunk.offsets == index.offset:
-                return self._local_tensor.detach()[start - begin : stop - begin].view(chunk.sizes)
+                part = self._local_tensor.detach()[start - begin : stop - begin].view(chunk.sizes)
+                return part if len(chunks) == 1 else _beside_others(part, index.fqn)
         raise ShardError(f"{index.fqn}: this rank holds no part that begins at {index.offset}")
+
+
+def _beside_others(part: Tensor, fqn: str) -> Tensor:
+    """One of several parts of a tensor on this rank. Files of safetensors have one part of each name: torch's writer would
+    keep the last, and alone of all writers asks for the layout."""
+
+    class Part(Tensor):
+        @property
+        def layout(self) -> torch.layout:  # type: ignore[override]
+            raise ShardError(
+                f"{fqn} is in several parts on a rank, of which a file of safetensors keeps one; give the writer whole "
+                "tensors on rank 0, as from get_model_state_dict with full_state_dict=True, or use FileSystemWriter"
+            )
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            with torch._C.DisableTorchFunctionSubclass():
+                return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    return part.as_subclass(Part)
 
 
 class _LocalPart(Tensor):
