@@ -16,10 +16,9 @@ from fsdp_lab.backends.base import DTYPES, Backend, DeferredStorage, Measured, R
 from fsdp_lab.backends.wrapping import context_of, name_flat_units, prepare
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.events import Role
+from fsdp_lab.engine.buffer import FlatBuffer, sharded_form
 from fsdp_lab.engine.extras.memory import free
 from fsdp_lab.engine.extras.scaling import upcast_gradients
-from fsdp_lab.engine.flat import FlatBuffer
-from fsdp_lab.engine.parameters import sharded_form
 from fsdp_lab.engine.state import shard_of
 from fsdp_lab.models.wrapping import units
 from fsdp_lab.spec.param_groups import key_of
@@ -84,7 +83,7 @@ class FlatBackend(FlatTensors, Backend):
             """The shards of the units that are new, before their storage is freed."""
             for flat in engine.flats_of(skeleton):
                 if flat not in taken:
-                    taken[flat] = [shard_of("", p) for p in flat.sharded]
+                    taken[flat] = [shard_of("", flat, i) for i in range(len(flat.sharded))]
                     deferred.defer(flat.master, *(t for t in (flat.device_shard,) if t is not None))
 
         options = {**engine_options(spec.strategy, mesh), "group_of": lambda name, p: keys[id(p)]}

@@ -18,7 +18,7 @@ from fsdp_lab.backends.wrapping import context_of, name_fsdp2_unit, named_units,
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.events import ROOT, Role
 from fsdp_lab.engine import ParamShard
-from fsdp_lab.engine.buffers import pool_of
+from fsdp_lab.engine.collectives import pool_of
 from fsdp_lab.engine.policy import ModuleKind, kind_of
 from fsdp_lab.models.wrapping import units
 from fsdp_lab.spec.spec import Spec, Strategy

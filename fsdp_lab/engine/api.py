@@ -1,29 +1,23 @@
-"""`fully_shard`: the entry, and what can be asked of a sharded model."""
+"""`shard`: the entry of the core, which makes units and roots, and what can be asked of a sharded model.
+
+`fully_shard` (extras/dropin.py) is built on it: it takes FSDP2's arguments, refuses what cannot be sharded before anything
+is sent, and gives modules sharded tensors that torch's optimizers and checkpoints know.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
-from torch.distributed import fsdp
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 
-from fsdp_lab.engine.errors import ShardError, not_sharded
-from fsdp_lab.engine.extras import refusals
-from fsdp_lab.engine.extras.optimizers import watch_steps
-from fsdp_lab.engine.extras.ties import describe_ties, find_ties, untie
-from fsdp_lab.engine.flat import FlatBuffer, Use
-from fsdp_lab.engine.hooks import UnitHooks, unit_hooks
-from fsdp_lab.engine.mesh import ShardMesh, check_equal_on_all_ranks
-from fsdp_lab.engine.parameters import ShardedParameter
-from fsdp_lab.engine.policy import MixedPrecisionPolicy, ModuleKind, ShardPolicy, kind_of, offload_of, place_buffers
+from fsdp_lab.engine.buffer import FlatBuffer, Use, sharded_form
+from fsdp_lab.engine.collectives import ShardError
+from fsdp_lab.engine.hooks import UnitHooks, not_sharded, unit_hooks
+from fsdp_lab.engine.mesh import ShardMesh
+from fsdp_lab.engine.policy import ModuleKind, ShardPolicy, kind_of, place_buffers
 from fsdp_lab.engine.runtime import Runtime
-from fsdp_lab.engine.schedule import Direction, OffloadPolicy, PrefetchPolicy, Rules
-from fsdp_lab.engine.state import watch_state_dict
 from fsdp_lab.engine.unit import Unit
 
 GroupOf = Callable[[str, nn.Parameter], Hashable]
@@ -34,92 +28,36 @@ def one_group(name: str, parameter: nn.Parameter) -> Hashable:
     return "all"
 
 
-def fully_shard(
-    module: nn.Module | Sequence[nn.Module],
+def shard(
+    modules: Sequence[nn.Module],
+    mesh: ShardMesh,
+    policy: ShardPolicy,
     *,
-    mesh: DeviceMesh | ShardMesh | None = None,
-    reshard_after_forward: bool | int | None = True,
-    mp_policy: MixedPrecisionPolicy | fsdp.MixedPrecisionPolicy | None = None,
-    offload_policy: OffloadPolicy | fsdp.OffloadPolicy | None = OffloadPolicy.NONE,
-    prefetch_policy: PrefetchPolicy | None = None,
-    shard_optimizer_only: bool = False,
-    map_shards: bool = False,
-    ignored_params: Collection[nn.Parameter] | None = (),
+    ignored: Collection[int] = (),
     group_of: GroupOf = one_group,
-) -> Any:
-    """Make a module a unit of Fully Sharded Data Parallel (arXiv 2304.11277, section 3); collective over the mesh.
+    buffer: type[FlatBuffer] = FlatBuffer,
+    adopt: Callable[[UnitHooks], Runtime] | None = None,
+) -> Unit:
+    """Make one unit of the parameters that no earlier call took: of inner modules first, of the root last.
 
-    Call it on inner modules first and on the root last, as with FSDP2: each call takes the parameters that no earlier one
-    took. A parameter shared by two modules belongs to the lowest module that contains both. Several modules given as a
-    list become one unit; it is gathered once for those that are called one after the other.
-
-    - Between steps `module.parameters()` are sharded tensors (`FlatDTensor`) with the names and shapes they had. They may
-      be written to, in place or by `.data`, with whole values or sharded ones, and inside `with unshard(module):`. What is
-      written to a gathered one between forward and backward is lost: the next forward refuses it.
-    - `p.grad` is the mean over the ranks, sharded as `p` is; None where no rank had a gradient.
-    - The optimizer is given `module.parameters()`, or, which is faster, `sharded_parameters(module)`: flat tensors, one for
-      each buffer and optimizer group, by group from `parameter_groups(module)`. Where parameters go unused, call
-      `split_unused(module, optimizer)` before a step of it.
-    - `requires_grad` of a parameter may be changed between steps; it counts from the next forward on.
-    - Parameters that the module held before are emptied: make optimizers, hooks on parameters and other references to them
-      after sharding. The module cannot be copied, pickled, cast or moved afterwards.
-    - Several forwards may wait for their backwards. A unit may be called by itself, also before the root, which is the
-      outermost module that was sharded; a plain layer inside a unit may not.
+    With the core's own `FlatBuffer`, parameters become plain ones of this rank's range [m]; an optimizer of
+    `module.parameters()` made afterwards steps them. Their `.grad` is this rank's range of the mean over the ranks.
 
     Args:
-        module: a module, or several that form one unit; on meta, or with the same values on all ranks.
-        mesh: ("shard",), ("replicate",), or both for hybrid sharding; None: shard over all ranks, on the GPU where the
-            parameters are, or that the default process group is for. Units of one model may have meshes of their own.
-        reshard_after_forward: True or None: free parameters after the forward and gather them again for the backward
-            (ZeRO-3). False: keep them until then (ZeRO-2). An integer: reshard to groups of so many ranks.
-        mp_policy: dtypes, ours or torch's; None: as they are.
-        offload_policy: what is kept on the host, ours or torch's.
-        prefetch_policy: what is gathered ahead, and how many reductions are in flight, in the whole model: give it to the
-            root, or the same to all units; None: the next unit in both directions, and one reduction.
-        shard_optimizer_only: ZeRO-1: gradients and gathered parameters keep their full size.
-        map_shards: between ranks on CPUs that share memory: gathered parameters are the shards of all ranks where they
-            lie, so that nothing is copied, and one copy serves the host.
-        ignored_params: parameters to leave alone; the caller keeps them equal on all ranks.
-        group_of: the optimizer group of a parameter, by its name in `module`.
-
-    Returns `module` itself. Raises ShardError: it is sharded already, or a module around it is; the ranks' models differ; or
-    the mesh does not fit.
+        ignored: ids of parameters to leave alone.
+        group_of: the optimizer group of a parameter, by its name in its module.
+        buffer: the class of flat buffers.
+        adopt: makes the runtime of a root; None: `adopt_units`.
     """
-    modules = list(module) if isinstance(module, Sequence) else [module]
-    left = _listed(ignored_params)
-    reshard_after_forward = True if reshard_after_forward is None else reshard_after_forward
-    arguments = refusals.of_arguments(reshard_after_forward, prefetch_policy, left)
-    for refusal in (*refusals.of_modules(modules), *arguments):
-        raise ShardError(refusal)
-    reshard = bool(reshard_after_forward) and not shard_optimizer_only
-    prefetch = prefetch_policy if prefetch_policy is not None else PrefetchPolicy()
-    rules = Rules.of(prefetch, reshard_after_forward=reshard, offload=offload_of(offload_policy))
-    mp = MixedPrecisionPolicy.of(mp_policy)
-    policy = ShardPolicy(mp=mp, rules=rules, has_own_prefetch=prefetch_policy is not None,
-                         shard_optimizer_only=shard_optimizer_only, map_shards=map_shards)  # fmt: skip
-    inside = _inside(modules)
-    tied = find_ties(modules, list(inside))
-    ignored = set(map(id, left))
-    post_forward_size = None if isinstance(reshard_after_forward, bool) else reshard_after_forward
-    taken = _take(modules, ignored)
-    holding = {*(t.value.device for t in taken), *(unit.mesh.device for unit in inside)}
-    sharded = ShardMesh.resolve(mesh, post_forward_size=post_forward_size, holding=holding)
-    refused = refusals.of_call(modules, [(t.name, t.value) for t in taken], sharded, policy, inside)
-    entries = [*_described(taken, group_of), *describe_ties(inside, tied)] if refused is None else []
-    named = [f"{one} in {type(modules[0]).__name__}" for one in entries]
-    check_equal_on_all_ranks(sharded, [*named, str(policy)], refused)
-    for other, its_hooks in inside.items():
-        if untie(other, tied):
-            its_hooks.install()
-    unit = Unit(modules, _flats(_take(modules, ignored), sharded, policy, group_of), sharded, policy)
+    inside = units_inside(modules)
+    taken = take(modules, ignored)
+    unit = Unit(modules, _flats(taken, mesh, policy, group_of, buffer), mesh, policy)
     unit.ignored = frozenset(ignored)
-    place_buffers(modules, sharded.device, policy)
-    _mark(modules)
-    hooks = UnitHooks(unit, _adopt)
+    place_buffers(modules, mesh.device, policy)
+    hooks = UnitHooks(unit, adopt or adopt_units)
     for h in inside.values():
         h.outer = h.outer if h.outer is not None else hooks
-    watch_state_dict(unit)
-    return module
+    return unit
 
 
 # -- what is in a model ----------------------------------------------------------------------------------------------
@@ -139,67 +77,18 @@ def flats_of(module: nn.Module) -> list[FlatBuffer]:
     return [flat for unit in units_of(module) for flat in unit.flats]
 
 
-def sharded_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The flat shards for an optimizer, [m] each, in the dtype and place of the master copy."""
-    return [region for _, region in _regions(module)]
-
-
-def parameter_groups(module: nn.Module) -> dict[Hashable, list[nn.Parameter]]:
-    """The flat shards by optimizer group: `[{"params": groups["decay"], "weight_decay": 0.1}, ...]`."""
-    groups: dict[Hashable, list[nn.Parameter]] = {}
-    for group, region in _regions(module):
-        groups.setdefault(group, []).append(region)
-    return groups
-
-
-def _regions(module: nn.Module) -> Iterator[tuple[Hashable, Any]]:
-    if not units_of(module):
-        raise not_sharded(module)
-    for flat in flats_of(module):
-        trainable = {p.slot.group for p in flat.sharded if p.requires_grad}
-        yield from ((group, region) for group, region in flat.gradients.regions.items() if group in trainable)
-
-
 def runtime_of(module: nn.Module) -> Runtime:
     """The runtime of a root. Raises ShardError for a module that is none."""
     hooks = unit_hooks(module)
     if hooks is None:
         raise not_sharded(module)
-    return hooks.runtime if hooks.runtime is not None else _adopt(hooks)
+    return hooks.runtime if hooks.runtime is not None else hooks.adopt(hooks)
 
 
 def runtimes_of(module: nn.Module) -> list[Runtime]:
     """One of each outermost sharded module, itself or inside it."""
-    runtimes: dict[int, Runtime] = {}
-    for m in module.modules():
-        if unit_hooks(m) is not None:
-            runtimes.setdefault(id(runtime := runtime_of(m)), runtime)
-    return list(runtimes.values())
-
-
-def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) -> UnshardHandle:
-    """Gather the parameters of a module, and of those inside it unless `recurse` is False; collective.
-
-    `with unshard(module):` within it every parameter is whole and may be read, and written under `torch.no_grad()`. What was
-    written is copied to the shards at the end; each rank must write the same. Without `with` they stay whole until
-    `reshard(module)`, or until the module's own forward or the backward frees them; what is written is lost then.
-
-    Args:
-        async_op: do not wait: `wait()` of what is returned does, and so does a forward.
-    """
-    runtime, units = runtime_of(module), units_of(module)
-    handle = UnshardHandle(module, units if recurse else units[:1], runtime)
-    if not async_op:
-        handle.wait()
-    return handle
-
-
-def reshard(module: nn.Module, *, recurse: bool = True) -> None:
-    """Free what `unshard` gathered, without a copy to the shards."""
-    runtime_of(module)
-    units = units_of(module)
-    for unit in units if recurse else units[:1]:
-        unit.reshard()
+    sharded = (m for m in module.modules() if unit_hooks(m) is not None)
+    return list({id(runtime): runtime for runtime in map(runtime_of, sharded)}.values())
 
 
 @contextmanager
@@ -219,36 +108,10 @@ def no_sync(module: nn.Module) -> Iterator[None]:
             unit.communicates = communicates
 
 
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method other than `forward`, such as `generate`, find the module's parameters gathered.
-
-    A module that is not sharded is left as it is. Raises ShardError where there is no such method.
-    """
-    if unit_hooks(module) is None:
-        return
-    method = getattr(module, str(method_name), None)
-    if not callable(method) or isinstance(method, nn.Module):
-        raise ShardError(f"{type(module).__name__} has no method {method_name}; name one that it has")
-
-    @functools.wraps(method)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        hooks = unit_hooks(module)
-        return method(*args, **kwargs) if hooks is None else hooks.call(method, module, args, kwargs)
-
-    setattr(module, method_name, called)
-
-
 # -- making units ----------------------------------------------------------------------------------------------------
 
 
-def _listed(given: Iterable[Any] | None) -> list[Any]:
-    """A list of what was given: something that is not iterable, or a parameter, is one entry."""
-    if given is None:
-        return []
-    return [given] if isinstance(given, Tensor) or not isinstance(given, Iterable) else list(given)
-
-
-class _Taken:
+class Taken:
     """A parameter, its name in the module, and who holds it."""
 
     def __init__(self, name: str, value: nn.Parameter) -> None:
@@ -261,65 +124,47 @@ class _Taken:
         return kinds.pop() if len(kinds) == 1 else ModuleKind.PLAIN
 
 
-def _take(modules: Sequence[nn.Module], ignored: set[int]) -> list[_Taken]:
-    """The parameters that no earlier call took, each once. Raises ShardError where that is not what was meant."""
-    taken: dict[int, _Taken] = {}
+def take(modules: Sequence[nn.Module], ignored: Collection[int]) -> list[Taken]:
+    """The parameters that no earlier call took, each once: one that is shared belongs to one unit."""
+    taken: dict[int, Taken] = {}
     for root in modules:
         inner = {id(p) for flat in flats_of(root) for p in flat.sharded}
         for path, module in root.named_modules():
             for attribute, p in module._parameters.items():
-                if p is None or id(p) in ignored or id(p) in inner:
-                    continue
-                name = f"{path}.{attribute}" if path else attribute
-                if isinstance(p, ShardedParameter):
-                    outer = f"a module around {type(root).__name__}"
-                    raise ShardError(f"{name} was sharded already, with {outer}; shard inner modules first")
-                taken.setdefault(id(p), _Taken(name, p)).uses.append((module, attribute))
+                if p is not None and id(p) not in ignored and id(p) not in inner:
+                    name = f"{path}.{attribute}" if path else attribute
+                    taken.setdefault(id(p), Taken(name, p)).uses.append((module, attribute))
     return list(taken.values())
 
 
-def _mark(modules: Sequence[nn.Module]) -> None:
-    """Sets attributes of torch's FSDP, by which libraries know that all ranks must call a module equally often:
-    transformers then lets `generate` go on until the last rank is ready, and calls a layer that was dropped.
-    torch.compile reads them too."""
-    for module in {inner for root in modules for inner in root.modules()}:
-        module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
-
-
-def _inside(modules: Sequence[nn.Module]) -> dict[Unit, UnitHooks]:
+def units_inside(modules: Sequence[nn.Module]) -> dict[Unit, UnitHooks]:
     """The units below. Raises ShardError where `modules` are units already, or an inner one is at work as a root."""
     for root in modules:
         if unit_hooks(root) is not None:
             raise ShardError(f"{type(root).__name__} is sharded already; call fully_shard once for each module")
     inside = {h.unit: h for root in modules for h in map(unit_hooks, root.modules()) if h is not None}
     for unit, hooks in inside.items():
+        inner, outer = type(unit.modules[0]).__name__, type(modules[0]).__name__
         if hooks.outer is not None and hooks.outer.unit not in inside:
-            inner, other = type(unit.modules[0]).__name__, type(hooks.outer.unit.modules[0]).__name__
+            other = type(hooks.outer.unit.modules[0]).__name__
             raise ShardError(f"{inner} is in {other} too, which was sharded around it, and a unit has one root; shard a "
                              "module around both, or give each an inner one of its own")  # fmt: skip
         if hooks.runtime is not None:
-            inner, outer = type(unit.modules[0]).__name__, type(modules[0]).__name__
             raise ShardError(f"{inner} was called before {outer}, which contains it, was sharded; shard {outer} first")
     return inside
 
 
-def _described(taken: Sequence[_Taken], group_of: GroupOf) -> list[str]:
-    """The facts that must be the same on all ranks. Groups are numbered: their names may differ from process to process."""
-    groups = [group_of(t.name, t.value) for t in taken]
-    numbers = {group: i for i, group in enumerate(dict.fromkeys(groups))}
-    of = [(t.name, t.value, numbers[group]) for t, group in zip(taken, groups, strict=True)]
-    return [f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad} group={n}" for name, p, n in of]
-
-
-def _flats(taken: Sequence[_Taken], mesh: ShardMesh, policy: ShardPolicy, group_of: GroupOf) -> list[FlatBuffer]:
+def _flats(
+    taken: Sequence[Taken], mesh: ShardMesh, policy: ShardPolicy, group_of: GroupOf, buffer: type[FlatBuffer]
+) -> list[FlatBuffer]:
     """One buffer for each dtype, own and gathered, and each trainability."""
-    alike: dict[tuple[torch.dtype, torch.dtype, bool], list[_Taken]] = {}
+    alike: dict[tuple[torch.dtype, torch.dtype, bool], list[Taken]] = {}
     for t in taken:
         dtype = t.value.dtype
         key = (dtype, policy.gathered_dtype(dtype, t.kind), t.value.requires_grad)
         alike.setdefault(key, []).append(t)
     return [
-        FlatBuffer(
+        buffer(
             [t.value for t in some],
             [t.uses for t in some],
             [t.name for t in some],
@@ -332,86 +177,17 @@ def _flats(taken: Sequence[_Taken], mesh: ShardMesh, policy: ShardPolicy, group_
     ]
 
 
-# -- the root --------------------------------------------------------------------------------------------------------
-
-
-def _adopt(hooks: UnitHooks) -> Runtime:
+def adopt_units(hooks: UnitHooks) -> Runtime:
     """The outermost unit around the first one to be called, or asked, is the root of all units inside it."""
     while hooks.outer is not None:
         hooks = hooks.outer
     root = hooks.unit.modules[0]
     inside = {h.unit: h for h in map(unit_hooks, root.modules()) if h is not None}
-    units = list(inside)
-    for refusal in refusals.of_root(units):
-        raise ShardError(refusal)
-    runtime = Runtime(hooks.unit, units)
-    watch_steps(runtime)
+    runtime = Runtime(hooks.unit, list(inside))
     names = {module: name for name, module in root.named_modules()}
     for unit, h in inside.items():
         h.runtime, unit.name = runtime, names[unit.modules[0]]
     for name, p in root.named_parameters():
-        if isinstance(p, ShardedParameter):
-            p.flat.names[p.number] = name
+        if (sharded := sharded_form(p)) is not None:
+            sharded.flat.names[sharded.number] = name
     return runtime
-
-
-# -- parameters that a caller asked for, outside of any forward -----------------------------------------------------
-
-
-class UnshardHandle:
-    """See `unshard`. Issues the gathers when made; `wait` makes the values visible; as a context it keeps them, and at its
-    end copies to the shards what was written."""
-
-    def __init__(self, module: nn.Module, units: Sequence[Unit], runtime: Runtime) -> None:
-        self._module, self._units, self._runtime = module, tuple(units), runtime
-        self._pinned: list[Unit] = []
-        for unit in self._units:
-            self._issue(unit)
-
-    def wait(self) -> None:
-        """Waits until the parameters may be read."""
-        try:
-            for unit in self._units:
-                self._runtime.make_ready(unit, Direction.FORWARD)
-            self._settle()
-        except BaseException:
-            for unit in self._units:
-                with suppress(RuntimeError):  # other gathers fail alike, and the first one is told
-                    unit.reshard()
-            raise
-
-    def __enter__(self) -> nn.Module:
-        try:
-            for unit in self._units:
-                self._issue(unit)  # it may have been freed since
-                self._runtime.make_ready(unit, Direction.FORWARD)
-                unit.pins += 1
-                self._pinned.append(unit)
-            self._settle()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self._module
-
-    def __exit__(self, *_: object) -> None:
-        pinned, self._pinned = self._pinned, []
-        for unit in pinned:
-            unit.pins -= 1
-            for flat in unit.flats:
-                flat.write_back()
-            unit.reshard()
-
-    def _settle(self) -> None:
-        """Let the caller write to the parameters."""
-        for flat in (flat for unit in self._units for flat in unit.flats):
-            flat.let_others_read()
-
-    def _issue(self, unit: Unit) -> None:
-        if unit.is_sharded and unit.policy.offload != OffloadPolicy.NONE:
-            unit.copy_to_device(self._runtime.streams)
-        if unit.policy.map_shards and not unit.asked_for:  # the caller is given copies, which he may write to
-            pins, unit.pins = unit.pins, 0
-            unit.reshard()
-            unit.pins = pins
-        unit.asked_for = True
-        unit.unshard(self._runtime.streams)

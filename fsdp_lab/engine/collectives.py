@@ -13,16 +13,62 @@ as torch asks of every script; mesh.py lets it end these threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, distributed as dist
 
 from fsdp_lab.base.streams import CommStream
-from fsdp_lab.engine.errors import giving_up
 
 Group = dist.ProcessGroup
+
+
+class ShardError(RuntimeError):
+    """Something was done with a sharded model that cannot be. `str()` is a sentence that names the parameter or module, and
+    says what to do. Where ranks could disagree, every one of them raises it."""
+
+
+class Unanswered(ShardError):
+    """A collective that other ranks did not come to, or left. `str()` is what its process group said."""
+
+    def __init__(self, said: str, waited_s: float) -> None:
+        super().__init__(said)
+        self.waited_s = waited_s
+
+
+def unanswered(ranks: Sequence[int], what: str, error: Unanswered) -> ShardError:
+    """The error of a rank that waited for `ranks`, of which one did not come, as after its last batch."""
+    others = [rank for rank in ranks if rank != dist.get_rank()]
+    who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(map(str, others))}"
+    return ShardError(
+        f"rank {dist.get_rank()} waited {error.waited_s:.1f} s {what} for {who}, which did not "
+        f"come; give every rank the same number of batches, and let all make the same calls: {error}"
+    )
+
+
+@contextmanager
+def answered(ranks: Sequence[int], what: str) -> Iterator[None]:
+    """Around collectives that are waited for at once, and nothing else."""
+    try:
+        with giving_up():
+            yield
+    except Unanswered as e:
+        raise unanswered(ranks, what, e) from e
+
+
+@contextmanager
+def giving_up() -> Iterator[None]:
+    """Raises Unanswered where torch's group gives up. A group of somebody else's has errors of its own kinds: they pass."""
+    began_s = time.monotonic()
+    try:
+        yield
+    except RuntimeError as e:
+        if type(e) is not RuntimeError and not isinstance(e, dist.DistError):
+            raise
+        raise Unanswered(str(e), time.monotonic() - began_s) from e
 
 
 class CommHandle:
@@ -107,3 +153,72 @@ def gather_texts(text: str, group: Group, device: torch.device) -> list[str]:
 def _real(tensor: Tensor) -> Tensor:
     """Complex numbers as pairs of real ones, side by side: no backend of torch sends them otherwise."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+class Storage(Protocol):
+    """A tensor that has memory only while it is held. Views of it see what it holds, whenever they were made."""
+
+    tensor: Tensor  # [numel]
+
+    @property
+    def is_held(self) -> bool: ...
+
+    def hold(self) -> None:
+        """Takes the memory; its content is undefined then."""
+
+    def free(self) -> None: ...
+
+
+class ResizedStorage:
+    """A `Storage` of torch's allocator. Held when it is made: torch makes no view of what has no storage. A tensor that is
+    made anew would not do: autograd saves views of gathered parameters, and the backward reads through them."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        self._storage = self.tensor.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+
+    @property
+    def is_held(self) -> bool:
+        return bool(self._storage.size())
+
+    def hold(self) -> None:
+        if not self.is_held:
+            self._storage.resize_(self._nbytes)
+
+    def free(self) -> None:
+        self._storage.resize_(0)
+
+
+class BufferPool(Protocol):
+    """The `buffer_pool` of a group whose ranks share memory, as the lab's wire has: what is gathered or sent there is not
+    copied once more, and is in the same place in every step. It must not be written to after it was sent, since other ranks
+    may read it later; it may be freed. ZeRO-1 keeps what it sends, and uses torch's allocator."""
+
+    def empty(self, numel: int, dtype: torch.dtype, *, is_private: bool = False) -> Tensor:
+        """[numel], with any content, on the host. `is_private`: it may be written to at any time, also after it was sent."""
+
+    def reserve(self, numel: int, dtype: torch.dtype) -> Storage:
+        """numel: not 0."""
+
+    def map_shards(self, numel: int, dtype: torch.dtype) -> Any:
+        """A `MappedShards` of shards of `numel`: see extras/parameters.py."""
+
+    def settle(self, tensor: Tensor) -> None:
+        """Wait until other ranks have read what was sent from a tensor."""
+
+
+def pool_of(group: Group | None, device: torch.device) -> BufferPool | None:
+    return getattr(group, "buffer_pool", None) if device.type == "cpu" else None
+
+
+def empty(
+    pool: BufferPool | None, numel: int, dtype: torch.dtype, device: torch.device, *, is_private: bool = False
+) -> Tensor:
+    """[numel], with any content. `is_private`: see `BufferPool`."""
+    if pool is None:
+        return torch.empty(numel, dtype=dtype, device=device)
+    return pool.empty(numel, dtype, is_private=is_private)

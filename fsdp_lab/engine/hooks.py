@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_lab.base.tensors import cast, hiding_in, move, take_gradient, tensors_in, view_inputs
-from fsdp_lab.engine.errors import ShardError, check_module
-from fsdp_lab.engine.gradients import GradientBuffer
+from fsdp_lab.engine.buffer import Gradients
+from fsdp_lab.engine.collectives import ShardError
 from fsdp_lab.engine.policy import cast_around_norms
 from fsdp_lab.engine.runtime import Pass, Runtime
 from fsdp_lab.engine.unit import Unit
@@ -40,7 +40,7 @@ class UnitHooks:
         self.unit = unit
         self.runtime: Runtime | None = None
         self.outer: UnitHooks | None = None  # of the next module around it that was sharded
-        self._adopt = adopt
+        self.adopt = adopt
         self._handles: list[Any] = []
         # Of each call under way: the exception that was being handled when it began, and what the runtime calls it.
         self._calls: list[tuple[BaseException | None, tuple[Pass, int] | None]] = []
@@ -88,7 +88,7 @@ class UnitHooks:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise ShardError("torch.func transforms, as grad or vmap, of a sharded model are not supported, since they wrap "
                              "what is gathered; use torch.autograd.grad and its like")  # fmt: skip
-        runtime = self.runtime if self.runtime is not None else self._adopt(self)
+        runtime = self.runtime if self.runtime is not None else self.adopt(self)
         current, k = runtime.before_forward(self.unit, method=method)
         self._calls[-1] = self._calls[-1][0], (current, k)
         mp, device = self.unit.policy.mp, self.unit.mesh.device
@@ -160,7 +160,7 @@ class UnitHooks:
         return bool(watched)
 
     @staticmethod
-    def _watch_gradient(own: weakref.ref[UnitHooks], gradients: GradientBuffer, i: int, p: nn.Parameter) -> Any:
+    def _watch_gradient(own: weakref.ref[UnitHooks], gradients: Gradients, i: int, p: nn.Parameter) -> Any:
         """Watches a parameter's gradient, also of a frozen one: it may be trained later. The garbage collector does not see
         what a hook holds, so it holds nothing that holds the parameter."""
 
@@ -183,3 +183,15 @@ def unit_hooks(module: nn.Module) -> UnitHooks | None:
     check_module(module)
     hooks: UnitHooks | None = module.__dict__.get(_STATE)
     return hooks
+
+
+def check_module(given: object) -> None:
+    """Raises ShardError for what is no module, such as a list of parameters."""
+    if not isinstance(given, nn.Module):
+        raise ShardError(
+            f"a {type(given).__name__} was given where a module is needed; give the module that was sharded"
+        )
+
+
+def not_sharded(module: nn.Module) -> ShardError:
+    return ShardError(f"{type(module).__name__} is not sharded; call fully_shard(module) first")

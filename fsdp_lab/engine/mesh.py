@@ -10,22 +10,20 @@ outlive it, and torch's cached plans of operations hold meshes, so neither may h
 
 from __future__ import annotations
 
-import json
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_lab.base.streams import Streams, streams_of
-from fsdp_lab.engine.buffers import BufferPool, pool_of
-from fsdp_lab.engine.collectives import Group, gather_texts
-from fsdp_lab.engine.errors import ShardError, Unanswered, answered, unanswered
+from fsdp_lab.engine.collectives import BufferPool, Group, ShardError, Unanswered, answered, pool_of, unanswered
+from fsdp_lab.engine.layout import Range
 
 _POST_FORWARD = "fsdp_lab post-forward"  # the description by which such a group is found again
 _BUILD = "make it with fsdp_lab.engine.build_mesh"
@@ -210,31 +208,6 @@ def _check_initialised() -> None:
         raise ShardError("there is no process group; call torch.distributed.init_process_group before fully_shard")
 
 
-def check_equal_on_all_ranks(mesh: ShardMesh, entries: list[str], refusal: str | None) -> None:
-    """Compare what the ranks are about to shard; collective. `refusal`: why this rank cannot.
-
-    Raises ShardError: on every rank, with the first refusal, or naming the first entry that differs.
-    """
-    answers: list[tuple[list[str], str | None]] = [(entries, refusal)]
-    with mesh.answered("fully_shard"):
-        for group in (mesh.shard_group, mesh.replicate_group):  # always both: no rank may wait for one that raised
-            if group is not None:
-                parts = gather_texts(json.dumps(answers), group, mesh.device)
-                answers = [one for part in parts for one in json.loads(part)]
-    by_rank = [of_rank for of_rank, _ in answers]
-    refused = next((why for _, why in answers if why is not None), None)
-    if refused is not None:
-        raise ShardError(refused)
-    for rank, other in enumerate(by_rank):
-        if other != by_rank[0]:
-            pairs = zip([*by_rank[0], "nothing more"], [*other, "nothing more"], strict=False)
-            first, differs = next((a, b) for a, b in pairs if a != b)
-            raise ShardError(
-                f"what is sharded differs between ranks: {first} on rank 0 of the mesh, {differs} on rank {rank}; build the "
-                "same model on every rank before fully_shard"
-            )
-
-
 def _dimensions(mesh: DeviceMesh) -> tuple[int | None, int | None]:
     """The mesh's dimensions for shards and for replicas."""
     names = mesh.mesh_dim_names
@@ -286,3 +259,20 @@ def _alive(kept: Kept) -> Group | None:
     if kept is not None and group is None:
         raise ShardError("the process group of this model was destroyed; init_process_group and shard a new model")
     return group
+
+
+def gather_parts(mesh: ShardMesh, local: Tensor, ranges: Sequence[Range], numel: int) -> Tensor:
+    """[numel], a whole tensor flattened, of which rank r of the shard group holds `ranges[r]`; collective. Each sends its
+    part to the others: an all-gather of equal parts would hold F times the longest one."""
+    whole = torch.empty(numel, dtype=local.dtype, device=mesh.device)
+    whole[slice(*ranges[mesh.shard_rank])].copy_(local)
+    works: list[dist.Work | None] = []
+    with mesh.answered("a whole tensor"):
+        for rank, (start, stop) in enumerate(ranges):
+            if start < stop and mesh.shard_group is not None:
+                source = dist.get_global_rank(mesh.shard_group, rank)
+                works.append(dist.broadcast(whole[start:stop], src=source, group=mesh.shard_group, async_op=True))
+        for work in works:
+            if work is not None:
+                work.wait()
+    return whole

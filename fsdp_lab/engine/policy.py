@@ -12,7 +12,7 @@ from torch.distributed import fsdp
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_lab.base.tensors import cast
-from fsdp_lab.engine.errors import ShardError
+from fsdp_lab.engine.collectives import ShardError
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.schedule import OffloadPolicy, Rules
 

@@ -32,8 +32,8 @@ from torch import distributed as dist, nn
 from torch.autograd.profiler import record_function
 
 from fsdp_lab.base.streams import CommStreams
-from fsdp_lab.engine.errors import ShardError, Unanswered
-from fsdp_lab.engine.reduction import Reduction
+from fsdp_lab.engine.buffer import Reduction
+from fsdp_lab.engine.collectives import ShardError, Unanswered
 from fsdp_lab.engine.schedule import Direction, OffloadPolicy, Phase, PointSide, Rules, Schedule, UnitCall
 from fsdp_lab.engine.unit import Unit, UnitState
 

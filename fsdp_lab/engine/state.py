@@ -7,13 +7,11 @@ A model may be built on meta and sharded before it has values (arXiv 2304.11277,
 `load_full_state`, also from a function of names, from torch's `set_model_state_dict`, or from `module.to_empty` and the
 modules' own initialisation, which writes to the sharded tensors; what was never given a value reads as NaN. Buffers are not
 sharded; the caller fills them.
-
-`module.state_dict()` has sharded tensors under their names, for torch's own functions (`watch_state_dict`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_lab.engine.errors import ShardError, check_module, not_sharded
-from fsdp_lab.engine.extras.dtensor import FlatDTensor, restored
-from fsdp_lab.engine.flat import FlatBuffer
-from fsdp_lab.engine.hooks import unit_hooks
-from fsdp_lab.engine.parameters import Region, ShardedParameter, sharded_form
-from fsdp_lab.engine.unit import Unit
+from fsdp_lab.engine.buffer import FlatBuffer, sharded_form
+from fsdp_lab.engine.collectives import ShardError
+from fsdp_lab.engine.hooks import check_module, not_sharded, unit_hooks
+from fsdp_lab.engine.mesh import gather_parts
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -42,7 +38,7 @@ class ParamShard:
     local: Tensor  # [stop - start], a view of the master shard
     param: nn.Parameter | None  # the region that an optimizer may be given; None where it is frozen
     offset: int = 0  # where the range begins in `param`, flat
-    sharded: ShardedParameter | None = None  # what it may be given in place of the region
+    sharded: Any = None  # what it may be given in place of the region
 
     @property
     def numel(self) -> int:
@@ -58,18 +54,18 @@ class ParamShard:
 
 def shards_of(module: nn.Module) -> list[ParamShard]:
     """Every sharded parameter, in the order of `module.parameters()`; a tied one once, by its first name."""
-    return [shard for shard, _ in _shards(module)]
-
-
-def original_parameters(module: nn.Module) -> list[ShardedParameter]:
-    """The sharded parameters, in the same order."""
-    return [p for _, p in _shards(module)]
+    check_module(module)
+    parameters = [(_original(name), sharded_form(p)) for name, p in module.named_parameters()]
+    sharded = [shard_of(name, p.flat, p.number) for name, p in parameters if p is not None]
+    if parameters and not sharded and unit_hooks(module) is None:
+        raise not_sharded(module)
+    return sharded
 
 
 def full_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, the whole parameter in the master's dtype), one at a time; collective, so go through all of it."""
-    for shard, p in _shards(module):
-        yield shard.name, gather_one(p.flat, p.number)
+    for shard in shards_of(module):
+        yield shard.name, gather_one(shard.sharded.flat, shard.sharded.number)
 
 
 def load_full_state(module: nn.Module, values: Mapping[str, Tensor] | Callable[[str], Tensor]) -> None:
@@ -77,7 +73,7 @@ def load_full_state(module: nn.Module, values: Mapping[str, Tensor] | Callable[[
 
     Raises ShardError: a name is missing, or a shape differs; nothing has been changed then if `values` is a mapping.
     """
-    shards = [shard for shard, _ in _shards(module)]
+    shards = shards_of(module)
     if isinstance(values, Mapping):
         for shard in shards:
             if shard.name not in values:
@@ -92,53 +88,11 @@ def load_full_state(module: nn.Module, values: Mapping[str, Tensor] | Callable[[
         _fill(shard, values[shard.name] if isinstance(values, Mapping) else values(shard.name))
 
 
-# -- the optimizer's -------------------------------------------------------------------------------------------------
-
-
-def split_unused(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Called before a step of an optimizer over `sharded_parameters(module)`: where some parameters of a region have no
-    gradient, gives the optimizer the region's parameters instead, each with its part of the state, so that only the
-    others move."""
-    inside: dict[Region, list[ShardedParameter]] = {}
-    for p in (p for p in map(sharded_form, module.parameters()) if p is not None):
-        inside.setdefault(p.flat.gradients.regions[p.slot.group], []).append(p)
-    given = {p for options in optimizer.param_groups for p in options["params"]}
-    for region in given & inside.keys():
-        if len({p.flat.gradients.has_gradient(p.number) for p in inside[region]}) > 1:
-            _split_region(optimizer, region, inside[region])
-
-
-def _split_region(optimizer: torch.optim.Optimizer, region: Region, inside: Sequence[ShardedParameter]) -> None:
-    for options in optimizer.param_groups:
-        options["params"] = [q for p in options["params"] for q in (inside if p is region else [p])]
-    state = optimizer.state.pop(region, {})
-    for p in inside if state else ():
-        begin = (shard := shard_of("", p)).offset
-        parts = {k: v._local_tensor.detach() for k, v in state.items() if isinstance(v, FlatDTensor)}
-        own = {k: p.like(t[begin : begin + shard.numel].clone()) for k, t in parts.items()}
-        optimizer.state[p] = {k: own[k] if k in own else v.clone() for k, v in state.items()}
-
-
-# -- small helpers ---------------------------------------------------------------------------------------------------
-
-
-def _shards(module: nn.Module) -> list[tuple[ParamShard, ShardedParameter]]:
-    check_module(module)
-    parameters = [(_original(name), sharded_form(p)) for name, p in module.named_parameters()]
-    sharded = [(shard_of(name, p), p) for name, p in parameters if p is not None]
-    if parameters and not sharded and unit_hooks(module) is None:
-        raise not_sharded(module)
-    return sharded
-
-
-def shard_of(name: str, p: ShardedParameter) -> ParamShard:
-    layout, rank = p.flat.layout, p.flat.mesh.shard_rank
-    start, stop = layout.own(p.slot, rank)
-    param: Any = p.flat.gradients.regions[p.slot.group] if p.requires_grad else None
-    offset = 0
-    if param is not None and start < stop:
-        offset = layout.in_shard(p.slot, rank)[0] - layout.region_in_shard(p.slot.group, rank)[0]
-    shape, local = torch.Size(p.slot.shape), p.flat.own_part(p.number)
+def shard_of(name: str, flat: FlatBuffer, number: int) -> ParamShard:
+    slot, p = flat.layout.slots[number], flat.sharded[number]
+    start, stop = flat.layout.own(slot, flat.mesh.shard_rank)
+    param, offset = flat.for_optimizer(number) if p.requires_grad else (None, 0)
+    shape, local = torch.Size(slot.shape), flat.own_part(number)
     return ParamShard(
         name=name, shape=shape, start=start, stop=stop, local=local, param=param, offset=offset, sharded=p
     )
@@ -146,8 +100,9 @@ def shard_of(name: str, p: ShardedParameter) -> ParamShard:
 
 def gather_one(flat: FlatBuffer, number: int) -> Tensor:
     """The whole tensor of one parameter, in the master's dtype; collective in the shard group."""
-    slot, placement = flat.layout.slots[number], flat.sharded[number].flat_placement
-    return placement.gather(flat.own_part(number), slot.numel).view(slot.shape)
+    slot, layout = flat.layout.slots[number], flat.layout
+    ranges = [layout.own(slot, rank) for rank in range(layout.factor)]
+    return gather_parts(flat.mesh, flat.own_part(number), ranges, slot.numel).view(slot.shape)
 
 
 def _fill(shard: ParamShard, whole: Tensor) -> None:
@@ -172,26 +127,3 @@ def _original(name: str) -> str:
     for part in _WRAPPERS:
         name = name.replace(part, "")
     return name
-
-
-# -- state_dict -----------------------------------------------------------------------------------------------------
-
-
-def watch_state_dict(unit: Unit) -> None:
-    """Let `state_dict` show sharded tensors (inside `unshard`, whole ones), and `load_state_dict` write to them. What
-    `torch.save` makes of them may be read by `torch.load`, as of torch's own."""
-    torch.serialization.add_safe_globals([restored])
-
-    def saving(module: nn.Module, *_: Any) -> None:
-        unit.reshard()
-
-    def loading(module: nn.Module, state: dict[str, Any], prefix: str, local: dict[str, Any], *_: Any) -> None:
-        unit.reshard()
-        for name, p in module._parameters.items():
-            if local.get("assign_to_params_buffers") and isinstance(p, ShardedParameter) and prefix + name in state:
-                new = p.flat.replace(p.number)
-                new.data, state[prefix + name] = state[prefix + name], new  # assigned to itself
-
-    for module in {use[0]: None for flat in unit.flats for uses in flat.uses for use in uses}:
-        module.register_state_dict_pre_hook(saving)  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_pre_hook(loading)  # type: ignore[no-untyped-call]

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from torch import nn
 
 from fsdp_lab.base.streams import CommStreams
+from fsdp_lab.engine.buffer import FlatBuffer, Reduction
 from fsdp_lab.engine.collectives import CommHandle
-from fsdp_lab.engine.flat import FlatBuffer
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.policy import ShardPolicy
-from fsdp_lab.engine.reduction import Reduction
 from fsdp_lab.engine.schedule import OffloadPolicy
 
 
@@ -113,4 +112,6 @@ class Unit:
         adds = any(flat.gradients.reduced is not None for flat in self.flats)
         stays = not any(flat.reduce_hooks for flat in self.flats) and (self.policy.is_on_host(self.mesh) or not adds)
         taken = [(flat.gradients, flat.gradients.take()) for flat in self.flats]
-        return [Reduction(target, taking, streams, stays=stays) for target, taking in taken if taking is not None]
+        return [
+            Reduction(target, *taking, streams=streams, stays=stays) for target, taking in taken if taking is not None
+        ]

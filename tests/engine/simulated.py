@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import fsdp_lab
-from fsdp_lab.engine import flat, mesh, reduction
+from fsdp_lab.engine import buffer, mesh
 
 aten: Any = torch.ops.aten
 Clock = Counter[str]  # by stream: how many of its operations are known to have ended
@@ -250,7 +250,7 @@ class SimulatedDevice(TorchDispatchMode):
         resize = torch.UntypedStorage.resize_
         with ExitStack() as stack:
             stack.enter_context(patch.object(mesh, "streams_of", lambda device: self))
-            for module, name in ((flat, "all_gather"), (reduction, "reduce_scatter"), (reduction, "all_reduce")):
+            for module, name in ((buffer, "all_gather"), (buffer, "reduce_scatter"), (buffer, "all_reduce")):
                 call = self._collective(name, getattr(module, name)) if collectives is None else collectives[name]
                 stack.enter_context(patch.object(module, name, call))
             stack.enter_context(

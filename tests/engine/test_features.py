@@ -31,7 +31,7 @@ from fsdp_lab.engine import (
     unshard,
     upcast_gradients,
 )
-from fsdp_lab.engine.parameters import ShardedParameter
+from fsdp_lab.engine.extras.parameters import ShardedParameter
 from fsdp_lab.models.build import Initializer, build_skeleton
 from fsdp_lab.models.configs import resolve
 from fsdp_lab.spec.spec import OFFLOADS, SHARDINGS, Precision, Strategy

@@ -31,7 +31,7 @@ from fsdp_lab.engine import (
     units_of,
     unshard,
 )
-from fsdp_lab.engine.errors import ShardError
+from fsdp_lab.engine.collectives import ShardError
 from tests.covering import tiered
 from tests.engine.scenarios.engines import BOUND, Engine, Kind, Log, Scenario as Script, differences, drawn, run
 from tests.engine.toys import (

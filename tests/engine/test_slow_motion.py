@@ -23,7 +23,7 @@ from fsdp_lab.engine import (
     shards_of,
     units_of,
 )
-from fsdp_lab.engine.parameters import sharded_form
+from fsdp_lab.engine.buffer import sharded_form
 from fsdp_lab.engine.schedule import Phase, PointSide, Schedule, UnitCall
 from fsdp_lab.rank.slow_motion import PhaseStepper, Stop, holdings
 from fsdp_lab.spec.spec import Strategy

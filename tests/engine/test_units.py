@@ -17,12 +17,12 @@ from fsdp_lab.engine import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     PrefetchPolicy,
+    buffer,
     build_mesh,
     full_state,
     fully_shard,
     known_groups,
     load_full_state,
-    reduction,
     runtime_of,
     sharded_parameters,
     units_of,
@@ -331,8 +331,8 @@ def order_of_collectives(place: Place) -> list[str]:
 
     runtime.around, runtime.watch = inside, watch
     with (
-        patch.object(reduction, "reduce_scatter", recording("scatter", reduction.reduce_scatter)),
-        patch.object(reduction, "all_reduce", recording("across", reduction.all_reduce)),
+        patch.object(buffer, "reduce_scatter", recording("scatter", buffer.reduce_scatter)),
+        patch.object(buffer, "all_reduce", recording("across", buffer.all_reduce)),
     ):
         mean_square(model, batch(0, place.rank)).backward()
     return log

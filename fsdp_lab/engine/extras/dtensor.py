@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from fsdp_lab.engine.errors import ShardError
+from fsdp_lab.engine.collectives import ShardError
 from fsdp_lab.engine.extras.flat_tensor import FlatPlacement, FlatTensor, mean_over_ranks, replicated
 from fsdp_lab.engine.layout import Range
 from fsdp_lab.engine.mesh import ShardMesh, letting_go

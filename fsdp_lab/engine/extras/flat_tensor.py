@@ -27,9 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fsdp_lab.engine.errors import ShardError, answered
+from fsdp_lab.engine.collectives import ShardError, answered
 from fsdp_lab.engine.layout import Range
-from fsdp_lab.engine.mesh import ShardMesh
+from fsdp_lab.engine.mesh import ShardMesh, gather_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,23 +51,6 @@ class FlatPlacement:
         """The placement of elements [start, stop), counted from `start`."""
         cut = [(max(a, start) - start, min(b, stop) - start) for a, b in self.ranges]
         return FlatPlacement(mesh=self.mesh, ranges=tuple((a, b) if a < b else (0, 0) for a, b in cut))
-
-    def gather(self, local: Tensor, numel: int) -> Tensor:
-        """[numel], the whole tensor flattened; collective. Each rank sends its part to the others: an all-gather of equal
-        parts would hold F times the longest one."""
-        mesh = self.mesh
-        whole = torch.empty(numel, dtype=local.dtype, device=mesh.device)
-        whole[slice(*self.own)].copy_(local)
-        works: list[dist.Work | None] = []
-        with mesh.answered("a whole tensor"):
-            for rank, (start, stop) in enumerate(self.ranges):
-                if start < stop and mesh.shard_group is not None:
-                    source = dist.get_global_rank(mesh.shard_group, rank)
-                    works.append(dist.broadcast(whole[start:stop], src=source, group=mesh.shard_group, async_op=True))
-            for work in works:
-                if work is not None:
-                    work.wait()
-        return whole
 
 
 class FlatTensor(DTensor):
@@ -135,7 +118,9 @@ class FlatTensor(DTensor):
 
     def whole(self) -> Tensor:
         """The whole tensor, a copy outside of autograd; collective in the shard group."""
-        return self.flat_placement.gather(self._local_tensor.detach(), self.numel()).view(self.shape)
+        placement = self.flat_placement
+        parts = gather_parts(placement.mesh, self._local_tensor.detach(), placement.ranges, self.numel())
+        return parts.view(self.shape)
 
     def range_of(self, whole: Tensor) -> Tensor:
         """[m], this rank's range of a whole tensor, which is expanded to this shape."""
@@ -221,7 +206,7 @@ def _beside_others(part: Tensor, fqn: str) -> Tensor:
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             with torch._C.DisableTorchFunctionSubclass():
-                return self.as_subclass(Tensor).__reduce_ex__(protocol)
+                return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     return part.as_subclass(Part)
 

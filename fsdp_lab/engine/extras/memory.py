@@ -26,9 +26,8 @@ from collections.abc import Collection
 
 from torch import nn
 
-from fsdp_lab.engine.errors import check_module
-from fsdp_lab.engine.flat import FlatBuffer
-from fsdp_lab.engine.hooks import unit_hooks
+from fsdp_lab.engine.buffer import FlatBuffer
+from fsdp_lab.engine.hooks import check_module, unit_hooks
 
 
 def free(module: nn.Module, *, busy: Collection[int] = ()) -> None:
@@ -49,4 +48,5 @@ def _release(flat: FlatBuffer, busy: Collection[int]) -> None:
         if storage.resizable() and storage.size() and storage.data_ptr() not in busy:
             storage.resize_(0)
     flat.free_gathered(busy)
-    flat.gradients.forget()  # what is in memory that ranks share is free when nobody has it
+    flat.gradients.drop()
+    flat.gradients.clear()  # what is in memory that ranks share is free when nobody has it

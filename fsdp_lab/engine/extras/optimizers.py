@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp_lab.base.tensors import LeafOfSharded
-from fsdp_lab.engine.errors import ShardError
+from fsdp_lab.engine.buffer import sharded_form
+from fsdp_lab.engine.collectives import ShardError
 from fsdp_lab.engine.extras.dtensor import FlatDTensor
-from fsdp_lab.engine.parameters import Region, ShardedParameter, sharded_form
+from fsdp_lab.engine.extras.parameters import Region, ShardedParameter
 from fsdp_lab.engine.runtime import Runtime
 
 Place = tuple[Any, Hashable]  # the `GradientBuffer`, and a group in it

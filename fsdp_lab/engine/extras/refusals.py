@@ -1,8 +1,9 @@
-"""What `fully_shard` cannot take, each as one sentence that names it and the way out. Nothing is raised or changed here."""
+"""What `fully_shard` cannot take, each as one sentence that names it and the way out; and the comparison of ranks."""
 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_lab.engine.collectives import ShardError, gather_texts
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.policy import ModuleKind, ShardPolicy
 from fsdp_lab.engine.schedule import OffloadPolicy, PrefetchPolicy
@@ -136,3 +138,28 @@ def _has_meaning_of_its_own(p: nn.Parameter) -> bool:
 def _ranks(mesh: ShardMesh) -> tuple[int, list[int]]:
     """The first one has the values in a broadcast; the order of the others is the mesh's own affair."""
     return mesh.ranks[0], sorted(mesh.ranks)
+
+
+def check_equal_on_all_ranks(mesh: ShardMesh, entries: list[str], refusal: str | None) -> None:
+    """Compare what the ranks are about to shard; collective. `refusal`: why this rank cannot.
+
+    Raises ShardError: on every rank, with the first refusal, or naming the first entry that differs.
+    """
+    answers: list[tuple[list[str], str | None]] = [(entries, refusal)]
+    with mesh.answered("fully_shard"):
+        for group in (mesh.shard_group, mesh.replicate_group):  # always both: no rank may wait for one that raised
+            if group is not None:
+                parts = gather_texts(json.dumps(answers), group, mesh.device)
+                answers = [one for part in parts for one in json.loads(part)]
+    by_rank = [of_rank for of_rank, _ in answers]
+    refused = next((why for _, why in answers if why is not None), None)
+    if refused is not None:
+        raise ShardError(refused)
+    for rank, other in enumerate(by_rank):
+        if other != by_rank[0]:
+            pairs = zip([*by_rank[0], "nothing more"], [*other, "nothing more"], strict=False)
+            first, differs = next((a, b) for a, b in pairs if a != b)
+            raise ShardError(
+                f"what is sharded differs between ranks: {first} on rank 0 of the mesh, {differs} on rank {rank}; build the "
+                "same model on every rank before fully_shard"
+            )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fsdp_lab.engine.api import flats_of
-from fsdp_lab.engine.errors import ShardError
+from fsdp_lab.engine.collectives import ShardError
 
 GROWTH = 2.0
 BACKOFF = 0.5

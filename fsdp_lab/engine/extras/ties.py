@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from fsdp_lab.engine.flat import TAKEN
+from fsdp_lab.engine.buffer import TAKEN
 from fsdp_lab.engine.state import gather_one
 from fsdp_lab.engine.unit import Unit
 

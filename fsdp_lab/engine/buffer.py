@@ -1,0 +1,682 @@
+"""Flat buffers: the parameters of a unit that have one dtype, and their gradients, as one tensor each.
+
+    BufferPlacement    what of a whole tensor [F * n] a rank has: a shard [n], a replica, or a summand ("partial")
+    Buffer       a flat tensor with its placement: `gather` makes shards a replica, `reduce` makes summands a shard
+    Gradients    what came from autograd, and what the optimizer is given
+    Reduction    one whole gradient on its way from the one to the other
+    FlatBuffer   parameters: the master shard, the gathered replica, and what modules hold
+
+The master shard is in the parameters' own dtype (fp32), on the host under offload. The replica is in the dtype of
+computation, with memory only while it is gathered; the parameters that modules hold meanwhile are views of it, so that an
+all-gather writes where the forward reads. One buffer serves all optimizer groups, side by side: one for each would double
+the collectives of a transformer, whose biases and norms (no weight decay) are far smaller than its matrices.
+
+Note: which gradients came. A gradient that did not come is told from one that is zero, on every rank alike: the optimizer
+moves a parameter whose gradient is zero, by its momentum or weight decay, and leaves one without. Ranks may differ in what
+they used. So each rank's part of a whole gradient ends with one element for each parameter, a count: 1 where a gradient came
+on the rank that sends it, else 0. The reduce-scatter adds the counts beside the gradients. Of a parameter whose gradient did
+not come here, the host reads the count when the gradient is asked for; where all came, it reads nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_lab.base.streams import CommStream, CommStreams
+from fsdp_lab.base.tensors import LeafOfSharded, set_data
+from fsdp_lab.engine.collectives import (
+    CommHandle,
+    Group,
+    ResizedStorage,
+    ShardError,
+    Storage,
+    all_gather,
+    all_reduce,
+    empty,
+    reduce_scatter,
+)
+from fsdp_lab.engine.layout import Chunks, Layout
+from fsdp_lab.engine.mesh import ShardMesh
+from fsdp_lab.engine.policy import ShardPolicy
+from fsdp_lab.engine.schedule import OffloadPolicy
+
+TAKEN = "_fsdp_lab_taken"  # an attribute of a parameter whose values a buffer has taken
+Use = tuple[nn.Module, str]  # a module and the attribute under which it holds a parameter
+
+
+class BufferPlacement(enum.Enum):
+    SHARD = "shard"  # [n], this rank's part: masters, reduced gradients
+    REPLICATE = "replicate"  # [F * n], the same on all ranks: gathered parameters
+    PARTIAL = "partial"  # [F * n], this rank's summand of it: gradients before they are reduced
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """A flat tensor in a group of F ranks, of which this is number `rank`. group None: F is 1, and nothing is sent."""
+
+    tensor: Tensor
+    placement: BufferPlacement
+    group: Group | None
+    rank: int
+
+    def part(self) -> Tensor:
+        """[n], where this rank's shard is in the whole."""
+        if self.placement is BufferPlacement.SHARD or self.group is None:
+            return self.tensor
+        n = self.tensor.numel() // self.group.size()
+        return self.tensor[self.rank * n : (self.rank + 1) * n]
+
+    def gather(self, whole: Buffer, stream: CommStream) -> CommHandle:
+        """From SHARD to REPLICATE, in the dtype of `whole`. To be called inside `stream.entered()`."""
+        assert self.placement is BufferPlacement.SHARD and whole.placement is BufferPlacement.REPLICATE
+        sent = self.tensor
+        if self.group is None:
+            whole.tensor.data.copy_(sent)
+            return CommHandle(stream, None, keeps=(sent,))
+        if sent.dtype != whole.tensor.dtype:  # cast to where it belongs
+            sent = whole.part().data.copy_(sent)
+        return CommHandle(stream, all_gather(whole.tensor, sent, self.group), keeps=(sent,))
+
+    def reduce(self, stream: CommStream, landed: Callable[[Buffer], None]) -> tuple[Buffer, CommHandle]:
+        """From PARTIAL to SHARD: the sum, in place, so that no more than the whole is in flight; `landed` is given it. To be
+        called inside `stream.entered()`."""
+        assert self.placement is BufferPlacement.PARTIAL and self.group is not None
+        shard = Buffer(self.part(), BufferPlacement.SHARD, self.group, self.rank)
+        work = reduce_scatter(shard.tensor, self.tensor, self.group)
+        return shard, CommHandle(stream, work, then=lambda: landed(shard))
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+
+class Gradients:
+    """Of one `FlatBuffer`. They stay as autograd gave them until their unit's backward is over: a whole gradient from the
+    first one on would be there when activations are at their most, and the root's through the whole backward.
+
+    Attributes:
+        pieces: by parameter, what came from autograd and is not in `unsharded` yet.
+        unsharded: [F * n'] from the end of a backward to its reduction, with counts; without communication it stays.
+        reduced: [n], the gradient of the shard, where any parameter has one; zero where another has none.
+    """
+
+    def __init__(self, flat: FlatBuffer) -> None:
+        self.layout, self.mesh, self.policy, self.master = flat.layout, flat.mesh, flat.policy, flat.master
+        self.names = flat.names
+        self.chunks = Chunks.of(flat.layout, counted=flat.mesh.world_size > 1)
+        self.pieces: dict[int, Tensor] = {}
+        self.unsharded: Tensor | None = None
+        self.reduced: Tensor | None = None
+        self._dtype = flat.policy.reduced_dtype(flat.dtype)
+        self._parts: Sequence[Tensor] = ()  # the chunks of `unsharded`
+        self._arrived: set[int] = set()  # parameters that are in it
+        self._present: set[int] = set()  # parameters that have a gradient, as far as counts have been read
+        self._unread: list[Tensor] = []  # counts of backwards in which not all came here, [P] each
+
+    def receive(self, i: int, grad: Tensor) -> None:
+        """A parameter's gradient, from autograd; added where one came before. Raises ShardError for one that is sparse, or
+        that has a graph, of which reduced gradients would know nothing."""
+        if grad.layout is not torch.strided:
+            raise ShardError(f"the gradient of {self.names[i]} is sparse, and only dense ones can be reduced; make its "
+                             "module with sparse=False, or pass the parameter in ignored_params")  # fmt: skip
+        if grad.requires_grad:
+            raise ShardError(
+                f"the gradient of {self.names[i]} has a graph (create_graph=True), which its reduction would cut; take "
+                "gradients of inputs by torch.autograd.grad(..., create_graph=True), and call backward without it"
+            )
+        if i in self.pieces:
+            self.collect()
+        self.pieces[i] = grad
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if gradients have come that were not taken yet."""
+        return self.unsharded is not None or bool(self.pieces)
+
+    def collect(self) -> None:
+        """Copy what came into `unsharded`, in the dtype of the reduction; added where something came before."""
+        pieces, self.pieces = self.pieces, {}
+        if not pieces:
+            return
+        if self.unsharded is None:
+            pool = None if self.policy.shard_optimizer_only else self.mesh.buffer_pool
+            self.unsharded = empty(pool, self.chunks.numel, self._dtype, self.mesh.device)
+            self._parts = self.unsharded.split_with_sizes(self.chunks.sizes)
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for i, grad in pieces.items():
+            places = self.chunks.places[i]
+            if len(places) == 1:
+                cut = [(self._parts[places[0][0]].view(grad.shape), grad)]
+            else:
+                flat = grad.reshape(-1)
+                cut = [(self._parts[chunk], flat[start:stop]) for chunk, start, stop in places]
+            if i in self._arrived:
+                for target, source in cut:
+                    target.add_(source)
+            else:
+                for target, source in cut:
+                    targets.append(target)
+                    sources.append(source)
+        self._arrived.update(pieces)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def drop(self) -> None:
+        """Forget what came."""
+        self.unsharded, self._parts, self.pieces, self._arrived = None, (), {}, set()
+
+    def clear(self) -> None:
+        """Forget what was reduced."""
+        self.reduced, self._present, self._unread = None, set(), []
+
+    def take(self) -> tuple[Tensor, frozenset[int]] | None:
+        """[F * n'], the whole gradient, zero where nothing came, with its counts; and the parameters whose gradients came
+        here. None where none came at all."""
+        self.collect()
+        if self.unsharded is None:
+            return None
+        gradient, parts, arrived = self.unsharded, self._parts, frozenset(self._arrived)
+        self.unsharded, self._parts, self._arrived = None, (), set()
+        absent = [i for i in range(len(self.layout.slots)) if i not in arrived]
+        nothing = [parts[chunk] for chunk in self.chunks.padding]
+        nothing += [parts[chunk] for i in absent for chunk, _, _ in self.chunks.places[i]]
+        if nothing:
+            torch._foreach_zero_(nothing)
+        if self.chunks.counts:
+            n = self.layout.shard_numel
+            counts = gradient.view(-1, self.chunks.part_numel)[:, n : n + self.chunks.counts]
+            counts.fill_(1)
+            for i in absent:
+                counts[:, i] = 0
+        return gradient, arrived
+
+    def accumulate(self, shard: Tensor, arrived: frozenset[int], counts: Tensor | None) -> None:
+        """shard: [n], reduced, in the master's dtype and place or in the reduce dtype. `arrived` on this rank. counts: [P],
+        on how many ranks each came, where that is not known here."""
+        self.note(arrived, counts)
+        self.add_reduced(shard)
+
+    def note(self, arrived: frozenset[int], counts: Tensor | None) -> None:
+        self._present |= arrived
+        if counts is not None:
+            self._unread.append(counts)
+
+    def add_reduced(self, shard: Tensor) -> None:
+        if self.reduced is None:
+            self.reduced = shard
+        else:
+            self.reduced.add_(shard)
+
+    def has_gradient(self, i: int) -> bool:
+        if self._unread and i not in self._present:
+            came = torch.stack(self._unread).ne(0).any(dim=0).tolist()
+            self._unread = []
+            self._present.update(j for j, has_come in enumerate(came) if has_come)
+        return i in self._present
+
+    def upcast(self) -> None:
+        """Bring gradient shards that were kept in a lower precision to the master's dtype."""
+        if self.reduced is not None:
+            self.reduced = self.reduced.to(self.master.dtype)
+
+
+class Reduction:
+    """One whole gradient in flight. Issued when made; `advance` takes it to the optimizer.
+
+    Reduce-scatter in the shard group, division by F, all-reduce across replicas, division by R. That is the order of FSDP2's
+    hybrid sharding, so that sums have the same bits. In fp16 a sum of large gradients would overflow, and small ones would
+    vanish if all of the division came first: there, also as in FSDP2, about the square root of W divides before the sums,
+    and the rest after them.
+
+    On a CPU a collective can be issued only when the one before it has ended, so somebody must come back for it. The runtime
+    comes when the next unit's gradients are complete: all ranks come at the same point, so that they issue all collectives
+    in one order, and each of them has had the backward of one unit to run beside.
+
+    On a device all of it is queued at once. The whole gradient is freed when the next unit's is complete. What follows the
+    reduce-scatter (all-reduce, copy to the host) is waited for at the end of the backward, since the optimizer is the first
+    to read it; earlier, where it is added to the gradient of an earlier backward, or where a hook reads it.
+    """
+
+    def __init__(
+        self, target: Gradients, gradient: Tensor, arrived: frozenset[int], *, streams: CommStreams, stays: bool
+    ) -> None:
+        """gradient: [F * n']; stays: whether it may be in flight until the end of the backward."""
+        self.target, self._mesh, self._streams, self._arrived = target, target.mesh, streams, arrived
+        self.unsharded: Tensor | None = gradient  # what is sent, until it has been scattered
+        self.shard = gradient  # what it has become so far: [n'], then [n]; whole where nothing is scattered
+        self._counts: Tensor | None = None  # [P], where not all came here
+        self._final_dtype = gradient.dtype if target.policy.mp.keep_low_precision_gradients else target.master.dtype
+        self._divides_first = gradient.dtype is torch.float16
+        self._rest = 1.0  # to divide by after all sums
+        if self._divides_first:
+            first, self._rest = _divisors(self._mesh.world_size)
+            gradient.div_(first)
+        self._is_on_host = target.policy.is_on_host(self._mesh)
+        is_queued = self._mesh.streams is not None
+        self._handle: CommHandle | None = None  # the last that was issued
+        self._unsent = [*self._stages()]
+        if self._unsent:
+            self._send()
+        else:
+            self.shard = gradient.to(self._final_dtype)
+        self._scattered = self._handle if self._mesh.shard_group is not None else None
+        while is_queued and self._unsent:
+            self._send()
+        self._stays = stays and is_queued and (self._is_on_host or self._mesh.replicate_group is not None)
+
+    def ends(self, *, last: bool) -> bool:
+        """Returns whether the next `advance` gives the gradient to the optimizer; `last`: at the end of the backward."""
+        return not self._unsent and (last or not self._stays)
+
+    def advance(self, *, ends: bool) -> None:
+        """Wait for what is in flight. `ends`: give the shard to the optimizer; otherwise free the whole gradient, and issue
+        the next collective."""
+        if ends:
+            if self._handle is not None:
+                self._handle.wait(on_host=self._is_on_host)
+            self.target.accumulate(self.shard, self._arrived, self._counts)
+            return
+        if self._scattered is not None:
+            self._scattered.wait()
+            self._scattered = None
+            if not self.target.policy.shard_optimizer_only:
+                self.unsharded = None
+        if self._unsent:
+            self._send()
+
+    def _stages(self) -> Iterator[Callable[[], CommHandle]]:
+        if self._mesh.shard_group is not None:
+            yield self._reduce_scatter
+        if self._mesh.replicate_group is not None:
+            yield self._all_reduce
+        if self._is_on_host:
+            yield self._deliver
+
+    def _send(self) -> None:
+        self._handle = self._unsent.pop(0)()
+
+    def _reduce_scatter(self) -> CommHandle:
+        assert self.unsharded is not None
+        whole = Buffer(self.unsharded, BufferPlacement.PARTIAL, self._mesh.shard_group, self._mesh.shard_rank)
+        is_last = self._mesh.replicate_group is None
+
+        def landed(shard: Buffer) -> None:
+            self._to_mean(shard.tensor, self._mesh.shard_size, is_last=is_last)
+            if is_last:
+                self._cut(shard.tensor)
+            elif not self.target.policy.shard_optimizer_only:
+                self.shard = shard.tensor.clone()  # so that the whole can be freed
+
+        self.shard = whole.part()
+        with self._streams.reduce.entered():
+            return whole.reduce(self._streams.reduce, landed)[1]
+
+    def _all_reduce(self) -> CommHandle:
+        group, shard = self._mesh.replicate_group, self.shard
+        assert group is not None
+
+        def landed() -> None:
+            self._to_mean(shard, self._mesh.replicas, is_last=True)
+            self._cut(shard)
+
+        with self._streams.all_reduce.entered():
+            if self._handle is not None:
+                self._handle.order()
+            return CommHandle(self._streams.all_reduce, all_reduce(shard, group), keeps=(shard,), then=landed)
+
+    def _cut(self, mean: Tensor) -> None:
+        """The shard without its counts, in the dtype that the optimizer is given. mean: [n']"""
+        n, counts = self.target.layout.shard_numel, self.target.chunks.counts
+        if len(self._arrived) < counts:
+            self._counts = mean[n : n + counts].clone()
+        if self.target.policy.shard_optimizer_only:  # it may stay a part of the whole gradient
+            self.shard = mean[:n].to(self._final_dtype)
+        else:
+            self.shard = empty(self._mesh.buffer_pool, n, self._final_dtype, mean.device, is_private=True).copy_(
+                mean[:n]
+            )
+
+    def _deliver(self) -> CommHandle:
+        """Copies the gradient to the host, where the master shard is."""
+        with self._streams.to_host.entered():
+            before: tuple[Tensor, ...] = ()
+            if self._handle is not None:
+                self._handle.order()
+                before = self._handle.keeps
+            reduced, cast = self.shard, self.shard.to(self._final_dtype)
+            assert self._mesh.streams is not None
+            self.shard = self._mesh.streams.host_memory(cast.numel(), cast.dtype).copy_(cast, non_blocking=True)
+            return CommHandle(self._streams.to_host, None, keeps=(*before, reduced, cast))
+
+    def _to_mean(self, summed: Tensor, ranks: int, *, is_last: bool) -> None:
+        for by in (1 if self._divides_first else ranks, self._rest if is_last else 1):
+            if by != 1:
+                summed.div_(by)
+
+
+def _divisors(ranks: int) -> tuple[int, float]:
+    """The divisors before the sum and after it: first the smallest power of two not below the square root of `ranks`,
+    or that no longer divides it; then the rest."""
+    first = 1
+    while ranks % first == 0 and ranks / first > first:
+        first *= 2
+    return first, ranks / first
+
+
+# -- parameters ------------------------------------------------------------------------------------------------------
+
+
+class FlatBuffer:
+    """Parameters of one dtype and one `requires_grad`: see the module.
+
+    Between steps modules hold `sharded`, whose local values are ranges of the master shard, and while it is gathered
+    `parameters`, leaves of autograd that are views of the replica. What these are beyond that is for a subclass to say
+    (extras/dropin.py): here a sharded parameter is a plain one, of this rank's range, for an optimizer of this rank.
+
+    Args:
+        values: parameters of one dtype and one `requires_grad`, on meta or with values (the same on all ranks).
+        uses: for each, the modules that hold it.
+        names: for each, its name in error messages.
+        groups: for each, its optimizer group.
+        dtype: of the gathered buffer.
+    """
+
+    def __init__(
+        self,
+        values: Sequence[nn.Parameter],
+        uses: Sequence[Sequence[Use]],
+        names: Sequence[str],
+        groups: Sequence[Hashable],
+        *,
+        mesh: ShardMesh,
+        policy: ShardPolicy,
+        dtype: torch.dtype,
+    ) -> None:
+        self.mesh, self.policy, self.dtype, self.names = mesh, policy, dtype, list(names)
+        self.uses = tuple(map(tuple, uses))
+        self.originals = tuple(values)  # what the modules held before
+        self._own_dtype = values[0].dtype
+        self._built_on_meta = [v.is_meta for v in values]
+        self.has_values = [not v.is_meta and not hasattr(v, TAKEN) for v in values]
+        shapes = [tuple(v.shape) for v in values]
+        self.is_mapped = policy.map_shards and mesh.shard_size > 1 and any(map(math.prod, shapes))
+        self.layout = Layout.of(shapes, groups, mesh.shard_size, dtype.itemsize, whole_pages=self.is_mapped)
+        self.is_view_of_master = mesh.shard_size == 1 and dtype == self._own_dtype and not policy.is_on_host(mesh)
+        if self.is_view_of_master:
+            self.master = self._make_master()
+            self.full = self.master.detach()
+        else:
+            self.gathered = self._make_gathered()
+            self.full = self.gathered.tensor
+        self._views = [self.full[s.offset : s.stop].view(s.shape) for s in self.layout.slots]
+        if not self.is_view_of_master:
+            self.gathered.free()  # before the shard is made: no more than the larger one exists
+            self.master = self._make_master()
+        nothing = _absent(dtype, mesh.device)
+        self._nothing = [nothing.expand(s.shape) for s in self.layout.slots]  # what leaves show while they are freed
+        self._nothing_at = [t.data_ptr() for t in self._nothing]
+        self._offsets = [s.offset * dtype.itemsize for s in self.layout.slots]
+        self.gradients = self._make_gradients()
+        self.sharded = [self._shard(i, value) for i, value in enumerate(values)]
+        self._made_version = self.master._version
+        self.parameters = [self._make_leaf(i) for i in range(len(values))]
+        self._places = [(module, attribute, i) for i, some in enumerate(self.uses) for module, attribute in some]
+        self._show(self.sharded)
+        self.reduce_hooks: OrderedDict[int, Callable[[], None]] = OrderedDict()  # called when gradients were reduced
+        self._versions = [0] * len(self.parameters)
+        self._gathered_version = -1  # of the master shard, when it was gathered
+        self.device_shard = self._make_device_shard()  # [n] in the gathered dtype: under offload, what gathers send
+        self.post_forward_shard: Tensor | None = None  # this rank's part of what the post-forward group keeps
+
+    # -- construction -----------------------------------------------------------------------------------------------
+
+    def _make_gathered(self) -> Storage:
+        pool = None if self.policy.shard_optimizer_only else self.mesh.buffer_pool
+        if pool is None or not self.layout.numel:
+            return ResizedStorage(self.layout.numel, self.dtype, self.mesh.device)
+        return pool.reserve(self.layout.numel, self.dtype)
+
+    def _make_master(self) -> Tensor:
+        if self.policy.is_on_host(self.mesh):
+            assert self.mesh.streams is not None
+            return self.mesh.streams.host_memory(self.layout.shard_numel, self._own_dtype).zero_()
+        return torch.zeros(self.layout.shard_numel, dtype=self._own_dtype, device=self.mesh.device)
+
+    def _make_gradients(self) -> Any:
+        return LocalGradients(self)
+
+    def _make_sharded(self, i: int, *, requires_grad: bool) -> Any:
+        made = LocalParameter(self.own_part(i), requires_grad=requires_grad)
+        made.flat, made.number = self, i
+        return made
+
+    def _make_leaf(self, i: int) -> LeafOfSharded:
+        made = LeafOfSharded(self.freed(i).data, requires_grad=self.sharded[i].requires_grad)
+        made.sharded = self.sharded[i]
+        return made
+
+    def for_optimizer(self, i: int) -> tuple[Any, int]:
+        """What an optimizer may be given for a parameter, and where this rank's range of the parameter begins in it."""
+        return self.sharded[i], 0
+
+    def freed(self, i: int) -> Tensor:
+        """What a leaf shows while it is not gathered."""
+        return self._views[i] if self.is_view_of_master else self._nothing[i]
+
+    def _make_device_shard(self) -> Tensor | None:
+        if self.policy.offload != OffloadPolicy.OPTIMIZER or self.is_view_of_master:
+            return None
+        return torch.empty_like(self.master, dtype=self.dtype, device=self.mesh.device)
+
+    def _shard(self, i: int, value: nn.Parameter) -> Any:
+        """Copy this rank's part of a parameter, free the parameter, and make the sharded one."""
+        slot, part = self.layout.slots[i], self.own_part(i)
+        if self.has_values[i]:
+            start, stop = self.layout.own(slot, self.mesh.shard_rank)
+            part.copy_(value.detach().reshape(-1)[start:stop])
+            value.data = _absent(value.dtype, value.device).expand(value.shape)  # frees its storage
+            setattr(value, TAKEN, True)
+        else:
+            part.fill_(_absent(value.dtype, self.master.device))  # until it is loaded
+        return self._make_sharded(i, requires_grad=value.requires_grad)
+
+    def _show(self, parameters: Sequence[Any]) -> None:
+        """Let modules hold these, by number."""
+        for module, attribute, i in self._places:
+            module._parameters[attribute] = parameters[i]
+
+    def rebuild(self, kept: Sequence[int]) -> FlatBuffer:
+        """A new buffer of some of the original parameters, which have their values again."""
+        return type(self)(
+            [self.originals[i] for i in kept],
+            [self.uses[i] for i in kept],
+            [self.names[i] for i in kept],
+            [self.layout.slots[i].group for i in kept],
+            mesh=self.mesh,
+            policy=self.policy,
+            dtype=self.dtype,
+        )
+
+    def is_unwritten(self, i: int) -> bool:
+        """Returns whether a parameter was built on meta and nothing was written to the buffer since."""
+        return self._built_on_meta[i] and self.master._version == self._made_version
+
+    # -- gather and free --------------------------------------------------------------------------------------------
+
+    def copy_to_device(self) -> None:
+        """Under offload: copy the shard from the host to the device, in the gathered dtype."""
+        if self.is_view_of_master:
+            return
+        if self.device_shard is None:
+            self.device_shard = torch.empty_like(self.master, dtype=self.dtype, device=self.mesh.device)
+        self.device_shard.copy_(self.master, non_blocking=True)
+
+    def gather(self, stream: CommStream, *, copies: bool = False) -> CommHandle:
+        """Issue the all-gather of the whole buffer. To be called inside `stream.entered()`. `copies`: so that it may be
+        written to. Raises ShardError where a module holds another parameter than what was made."""
+        for module, attribute, i in self._places:
+            if module._parameters.get(attribute) is not self.sharded[i]:
+                raise ShardError(f"{self.names[i]} was replaced by another one after it was sharded; write to it under "
+                                 "torch.no_grad(), or inside `with unshard(model):`")  # fmt: skip
+        self._gathered_version = self.master._version
+        if self.is_view_of_master:
+            return CommHandle(stream, None)
+        if copies or not self.is_mapped:
+            self.gathered.hold()
+        group, rank = self.mesh.shard_group, self.mesh.shard_rank
+        sent = self.master.detach() if self.device_shard is None else self.device_shard
+        if self.post_forward_shard is not None:
+            group = self.mesh.post_forward_group
+            assert group is not None
+            rank, sent, self.post_forward_shard = group.rank(), self.post_forward_shard, None
+        elif self.policy.offload == OffloadPolicy.ALL:
+            self.device_shard = None  # the handle keeps it as long as it is needed
+        whole = Buffer(self.full, BufferPlacement.REPLICATE, group, rank)
+        return Buffer(sent, BufferPlacement.SHARD, group, rank).gather(whole, stream)
+
+    @property
+    def is_stale(self) -> bool:
+        """True if the optimizer, or somebody else, has written to the master shard since it was gathered."""
+        return not self.is_view_of_master and self._gathered_version != self.master._version
+
+    def use_unsharded_views(self) -> None:
+        """Let modules hold the gathered values. Raises ShardError for a parameter that was changed meanwhile."""
+        if (refusal := self._changed()) is not None:
+            raise refusal
+        if not self.is_view_of_master:
+            for p, view in zip(self.parameters, self._views, strict=True):
+                set_data(p, view)
+        for p, sharded in zip(self.parameters, self.sharded, strict=True):
+            p.requires_grad_(sharded.requires_grad)
+        self._show(self.parameters)
+
+    def use_sharded_views(self) -> None:
+        """Let modules hold the sharded parameters, and free the gathered buffer. Data that a caller gave to a gathered
+        parameter stays, to be refused later. What he reads of one is NaN, so that an absent value is not taken for a real
+        one."""
+        self._show(self.sharded)
+        if not self.is_view_of_master:
+            base = self.full.data_ptr()
+            for p, offset, nothing in zip(self.parameters, self._offsets, self._nothing, strict=True):
+                if p.data_ptr() == base + offset:
+                    set_data(p, nothing)
+        if self.is_mapped or not self.policy.shard_optimizer_only:
+            self.free_gathered()
+
+    def keep_post_forward_shard(self) -> None:
+        """Called before `use_sharded_views`: keeps this rank's part of what its post-forward group holds together."""
+        group = self.mesh.post_forward_group
+        assert group is not None
+        self.post_forward_shard = Buffer(self.full, BufferPlacement.REPLICATE, group, group.rank()).part().clone()
+
+    @property
+    def is_gathered(self) -> bool:
+        """True if there is memory for the gathered values beside that of the shards."""
+        return self.is_view_of_master or self.gathered.is_held
+
+    def free_gathered(self, busy: Collection[int] = ()) -> None:
+        """Unless a collective may still use its address."""
+        if not self.is_view_of_master and self.full.data_ptr() not in busy:
+            self.gathered.free()
+
+    def let_others_read(self) -> None:
+        """Called before gathered parameters are written to: waits until other ranks have what this one sent from the
+        gathered buffer."""
+        if (pool := self.mesh.buffer_pool) is not None:
+            pool.settle(self.full)
+
+    def write_back(self) -> None:
+        """Copy what was written into gathered parameters to the shard, element by element where bits differ."""
+        assert not self.is_mapped or self.gathered.is_held, "they are copies"
+        for p, view in zip(self.parameters, self._views, strict=True):
+            if p.data_ptr() != view.data_ptr() and p.shape == view.shape:
+                view.copy_(p.data)  # it was given other data
+                p.data = view
+        start, stop = self.layout.shard(self.mesh.shard_rank)
+        now = self.full[start:stop].to(self.master.device)
+        if self.dtype != self.master.dtype:
+            changed = _bits(now) != _bits(self.master.to(self.dtype))
+            self.master.copy_(torch.where(changed, now.to(self.master.dtype), self.master))
+        elif not self.is_view_of_master:
+            self.master.copy_(now)
+        self._versions = [p._version for p in self.parameters]
+        self._gathered_version = self.master._version
+
+    def _changed(self) -> ShardError | None:
+        """Why a gathered parameter was changed after it was freed, if one was."""
+        freed_at = [v.data_ptr() for v in self._views] if self.is_view_of_master else self._nothing_at
+        at, versions = [p.data_ptr() for p in self.parameters], [p._version for p in self.parameters]
+        if at == freed_at and versions == self._versions:
+            return None
+        moved = [i for i, (a, b) in enumerate(zip(at, freed_at, strict=True)) if a != b]
+        written = [i for i, (a, b) in enumerate(zip(versions, self._versions, strict=True)) if a != b]
+        what = "was given other data" if moved else "was written to"
+        return ShardError(
+            f"{self.names[(moved or written)[0]]} {what} between forward and backward, where that is lost; write to it "
+            "after the backward, or a forward under no_grad, or inside `with unshard(model):`"
+        )
+
+    # -- what this rank holds ---------------------------------------------------------------------------------------
+
+    def own_part(self, i: int) -> Tensor:
+        """[m], this rank's part of a parameter as a view of the master shard; m may be 0."""
+        return self.master[slice(*self.layout.in_shard(self.layout.slots[i], self.mesh.shard_rank))]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All tensors with storage of their own."""
+        optional = (self.gradients.unsharded, self.gradients.reduced, self.device_shard, self.post_forward_shard)
+        gathered = [self.full] if self.is_gathered else []
+        yield from (self.master, *gathered, *(t for t in optional if t is not None))
+        yield from self.gradients.pieces.values()
+
+
+class LocalParameter(nn.Parameter):
+    """A plain parameter of this rank's range, [m]."""
+
+    flat: FlatBuffer
+    number: int
+
+
+class LocalGradients(Gradients):
+    """Those of `LocalParameter`s, whose `.grad` is a view of this rank's range."""
+
+    def __init__(self, flat: FlatBuffer) -> None:
+        super().__init__(flat)
+        self._flat = weakref.ref(flat)
+
+    def accumulate(self, shard: Tensor, arrived: frozenset[int], counts: Tensor | None) -> None:
+        flat = self._flat()
+        sharded: Sequence[nn.Parameter] = () if flat is None else flat.sharded
+        if all(p.grad is None for p in sharded):  # the optimizer has forgotten them
+            self.clear()
+        super().accumulate(shard, arrived, counts)
+        assert self.reduced is not None
+        for i, p in enumerate(sharded):
+            start, stop = self.layout.in_shard(self.layout.slots[i], self.mesh.shard_rank)
+            p.grad = self.reduced[start:stop] if self.has_gradient(i) else None
+
+
+def sharded_form(p: Tensor) -> Any:
+    """The sharded parameter of what a module holds, which has `flat` and `number`; None for one that is not sharded."""
+    if isinstance(p, LeafOfSharded):
+        return p.sharded
+    return p if hasattr(p, "flat") and isinstance(p.flat, FlatBuffer) else None
+
+
+def _bits(t: Tensor) -> Tensor:
+    """The values as integers: -0.0 is not 0.0, and a NaN equals itself. Of real numbers, to whose dtypes a policy casts."""
+    return t.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.dtype.itemsize])
+
+
+def _absent(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One element that stands for values that are not here."""
+    return torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)

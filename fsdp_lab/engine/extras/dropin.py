@@ -1,0 +1,343 @@
+"""`fully_shard` with FSDP2's arguments, and what its callers ask of a sharded model besides."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_lab.engine.api import (
+    GroupOf,
+    Taken,
+    adopt_units,
+    flats_of,
+    one_group,
+    runtime_of,
+    shard,
+    take,
+    units_inside,
+    units_of,
+)
+from fsdp_lab.engine.buffer import sharded_form
+from fsdp_lab.engine.collectives import ShardError
+from fsdp_lab.engine.extras import refusals
+from fsdp_lab.engine.extras.dtensor import FlatDTensor, restored
+from fsdp_lab.engine.extras.optimizers import watch_steps
+from fsdp_lab.engine.extras.parameters import Region, ShardedBuffer, ShardedParameter
+from fsdp_lab.engine.extras.ties import describe_ties, find_ties, untie
+from fsdp_lab.engine.hooks import UnitHooks, not_sharded, unit_hooks
+from fsdp_lab.engine.mesh import ShardMesh
+from fsdp_lab.engine.policy import MixedPrecisionPolicy, ShardPolicy, offload_of
+from fsdp_lab.engine.runtime import Runtime
+from fsdp_lab.engine.schedule import Direction, OffloadPolicy, PrefetchPolicy, Rules
+from fsdp_lab.engine.state import shard_of
+from fsdp_lab.engine.unit import Unit
+
+
+def fully_shard(
+    module: nn.Module | Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh | ShardMesh | None = None,
+    reshard_after_forward: bool | int | None = True,
+    mp_policy: MixedPrecisionPolicy | fsdp.MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | fsdp.OffloadPolicy | None = OffloadPolicy.NONE,
+    prefetch_policy: PrefetchPolicy | None = None,
+    shard_optimizer_only: bool = False,
+    map_shards: bool = False,
+    ignored_params: Collection[nn.Parameter] | None = (),
+    group_of: GroupOf = one_group,
+) -> Any:
+    """Make a module a unit of Fully Sharded Data Parallel (arXiv 2304.11277, section 3); collective over the mesh.
+
+    Call it on inner modules first and on the root last, as with FSDP2: each call takes the parameters that no earlier one
+    took. A parameter shared by two modules belongs to the lowest module that contains both. Several modules given as a
+    list become one unit; it is gathered once for those that are called one after the other.
+
+    - Between steps `module.parameters()` are sharded tensors (`FlatDTensor`) with the names and shapes they had. They may
+      be written to, in place or by `.data`, with whole values or sharded ones, and inside `with unshard(module):`. What is
+      written to a gathered one between forward and backward is lost: the next forward refuses it.
+    - `p.grad` is the mean over the ranks, sharded as `p` is; None where no rank had a gradient.
+    - The optimizer is given `module.parameters()`, or, which is faster, `sharded_parameters(module)`: flat tensors, one for
+      each buffer and optimizer group, by group from `parameter_groups(module)`. Where parameters go unused, call
+      `split_unused(module, optimizer)` before a step of it.
+    - `requires_grad` of a parameter may be changed between steps; it counts from the next forward on.
+    - Parameters that the module held before are emptied: make optimizers, hooks on parameters and other references to them
+      after sharding. The module cannot be copied, pickled, cast or moved afterwards.
+    - Several forwards may wait for their backwards. A unit may be called by itself, also before the root, which is the
+      outermost module that was sharded; a plain layer inside a unit may not.
+
+    Args:
+        module: a module, or several that form one unit; on meta, or with the same values on all ranks.
+        mesh: ("shard",), ("replicate",), or both for hybrid sharding; None: shard over all ranks, on the GPU where the
+            parameters are, or that the default process group is for. Units of one model may have meshes of their own.
+        reshard_after_forward: True or None: free parameters after the forward and gather them again for the backward
+            (ZeRO-3). False: keep them until then (ZeRO-2). An integer: reshard to groups of so many ranks.
+        mp_policy: dtypes, ours or torch's; None: as they are.
+        offload_policy: what is kept on the host, ours or torch's.
+        prefetch_policy: what is gathered ahead, and how many reductions are in flight, in the whole model: give it to the
+            root, or the same to all units; None: the next unit in both directions, and one reduction.
+        shard_optimizer_only: ZeRO-1: gradients and gathered parameters keep their full size.
+        map_shards: between ranks on CPUs that share memory: gathered parameters are the shards of all ranks where they
+            lie, so that nothing is copied, and one copy serves the host.
+        ignored_params: parameters to leave alone; the caller keeps them equal on all ranks.
+        group_of: the optimizer group of a parameter, by its name in `module`.
+
+    Returns `module` itself. Raises ShardError: it is sharded already, or a module around it is; the ranks' models differ; or
+    the mesh does not fit.
+    """
+    modules = list(module) if isinstance(module, Sequence) else [module]
+    left = _listed(ignored_params)
+    reshard_after_forward = True if reshard_after_forward is None else reshard_after_forward
+    arguments = refusals.of_arguments(reshard_after_forward, prefetch_policy, left)
+    for refusal in (*refusals.of_modules(modules), *arguments):
+        raise ShardError(refusal)
+    reshard = bool(reshard_after_forward) and not shard_optimizer_only
+    prefetch = prefetch_policy if prefetch_policy is not None else PrefetchPolicy()
+    rules = Rules.of(prefetch, reshard_after_forward=reshard, offload=offload_of(offload_policy))
+    mp = MixedPrecisionPolicy.of(mp_policy)
+    policy = ShardPolicy(mp=mp, rules=rules, has_own_prefetch=prefetch_policy is not None,
+                         shard_optimizer_only=shard_optimizer_only, map_shards=map_shards)  # fmt: skip
+    inside = units_inside(modules)
+    tied = find_ties(modules, list(inside))
+    ignored = set(map(id, left))
+    post_forward_size = None if isinstance(reshard_after_forward, bool) else reshard_after_forward
+    taken = take(modules, ignored)
+    for t in taken:
+        if isinstance(t.value, ShardedParameter):
+            outer = f"a module around {type(modules[0]).__name__}"
+            raise ShardError(f"{t.name} was sharded already, with {outer}; shard inner modules first")
+    holding = {*(t.value.device for t in taken), *(unit.mesh.device for unit in inside)}
+    sharded = ShardMesh.resolve(mesh, post_forward_size=post_forward_size, holding=holding)
+    refused = refusals.of_call(modules, [(t.name, t.value) for t in taken], sharded, policy, inside)
+    entries = [*_described(taken, group_of), *describe_ties(inside, tied)] if refused is None else []
+    named = [f"{one} in {type(modules[0]).__name__}" for one in entries]
+    refusals.check_equal_on_all_ranks(sharded, [*named, str(policy)], refused)
+    for other, its_hooks in inside.items():
+        if untie(other, tied):
+            its_hooks.install()
+    unit = shard(modules, sharded, policy, ignored=ignored, group_of=group_of, buffer=ShardedBuffer, adopt=_adopt)
+    _mark(modules)
+    _watch_state_dict(unit)
+    return module
+
+
+def _adopt(hooks: UnitHooks) -> Runtime:
+    """Of the core's, with what is refused to a root and to optimizers."""
+    while hooks.outer is not None:
+        hooks = hooks.outer
+    for refusal in refusals.of_root(units_of(hooks.unit.modules[0])):
+        raise ShardError(refusal)
+    runtime = adopt_units(hooks)
+    watch_steps(runtime)
+    return runtime
+
+
+def _listed(given: Iterable[Any] | None) -> list[Any]:
+    """A list of what was given: something that is not iterable, or a parameter, is one entry."""
+    if given is None:
+        return []
+    return [given] if isinstance(given, Tensor) or not isinstance(given, Iterable) else list(given)
+
+
+def _described(taken: Sequence[Taken], group_of: GroupOf) -> list[str]:
+    """The facts that must be the same on all ranks. Groups are numbered: their names may differ from process to process."""
+    groups = [group_of(t.name, t.value) for t in taken]
+    numbers = {group: i for i, group in enumerate(dict.fromkeys(groups))}
+    of = [(t.name, t.value, numbers[group]) for t, group in zip(taken, groups, strict=True)]
+    return [f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad} group={n}" for name, p, n in of]
+
+
+def _mark(modules: Sequence[nn.Module]) -> None:
+    """Sets attributes of torch's FSDP, by which libraries know that all ranks must call a module equally often:
+    transformers then lets `generate` go on until the last rank is ready, and calls a layer that was dropped.
+    torch.compile reads them too."""
+    for module in {inner for root in modules for inner in root.modules()}:
+        module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method other than `forward`, such as `generate`, find the module's parameters gathered.
+
+    A module that is not sharded is left as it is. Raises ShardError where there is no such method.
+    """
+    if unit_hooks(module) is None:
+        return
+    method = getattr(module, str(method_name), None)
+    if not callable(method) or isinstance(method, nn.Module):
+        raise ShardError(f"{type(module).__name__} has no method {method_name}; name one that it has")
+
+    @functools.wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        hooks = unit_hooks(module)
+        return method(*args, **kwargs) if hooks is None else hooks.call(method, module, args, kwargs)
+
+    setattr(module, method_name, called)
+
+
+# -- for optimizers --------------------------------------------------------------------------------------------------
+
+
+def sharded_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The flat shards for an optimizer, [m] each, in the dtype and place of the master copy."""
+    return [region for _, region in _regions(module)]
+
+
+def parameter_groups(module: nn.Module) -> dict[Hashable, list[nn.Parameter]]:
+    """The flat shards by optimizer group: `[{"params": groups["decay"], "weight_decay": 0.1}, ...]`."""
+    groups: dict[Hashable, list[nn.Parameter]] = {}
+    for group, region in _regions(module):
+        groups.setdefault(group, []).append(region)
+    return groups
+
+
+def _regions(module: nn.Module) -> Iterator[tuple[Hashable, Any]]:
+    if not units_of(module):
+        raise not_sharded(module)
+    for flat in flats_of(module):
+        trainable = {p.slot.group for p in flat.sharded if p.requires_grad}
+        yield from ((group, region) for group, region in flat.gradients.regions.items() if group in trainable)
+
+
+def original_parameters(module: nn.Module) -> list[ShardedParameter]:
+    """The sharded parameters, in the order of `module.parameters()`."""
+    return [p for p in map(sharded_form, module.parameters()) if p is not None]
+
+
+def split_unused(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Called before a step of an optimizer over `sharded_parameters(module)`: where some parameters of a region have no
+    gradient, gives the optimizer the region's parameters instead, each with its part of the state, so that only the
+    others move."""
+    inside: dict[Region, list[ShardedParameter]] = {}
+    for p in original_parameters(module):
+        inside.setdefault(p.flat.gradients.regions[p.slot.group], []).append(p)
+    given = {p for options in optimizer.param_groups for p in options["params"]}
+    for region in given & inside.keys():
+        if len({p.flat.gradients.has_gradient(p.number) for p in inside[region]}) > 1:
+            _split_region(optimizer, region, inside[region])
+
+
+def _split_region(optimizer: torch.optim.Optimizer, region: Region, inside: Sequence[ShardedParameter]) -> None:
+    for options in optimizer.param_groups:
+        options["params"] = [q for p in options["params"] for q in (inside if p is region else [p])]
+    state = optimizer.state.pop(region, {})
+    for p in inside if state else ():
+        begin = (part := shard_of("", p.flat, p.number)).offset
+        parts = {k: v._local_tensor.detach() for k, v in state.items() if isinstance(v, FlatDTensor)}
+        own = {k: p.like(t[begin : begin + part.numel].clone()) for k, t in parts.items()}
+        optimizer.state[p] = {k: own[k] if k in own else v.clone() for k, v in state.items()}
+
+
+# -- parameters that a caller asked for, outside of any forward -----------------------------------------------------
+
+
+def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) -> UnshardHandle:
+    """Gather the parameters of a module, and of those inside it unless `recurse` is False; collective.
+
+    `with unshard(module):` within it every parameter is whole and may be read, and written under `torch.no_grad()`. What was
+    written is copied to the shards at the end; each rank must write the same. Without `with` they stay whole until
+    `reshard(module)`, or until the module's own forward or the backward frees them; what is written is lost then.
+
+    Args:
+        async_op: do not wait: `wait()` of what is returned does, and so does a forward.
+    """
+    runtime, units = runtime_of(module), units_of(module)
+    handle = UnshardHandle(module, units if recurse else units[:1], runtime)
+    if not async_op:
+        handle.wait()
+    return handle
+
+
+def reshard(module: nn.Module, *, recurse: bool = True) -> None:
+    """Free what `unshard` gathered, without a copy to the shards."""
+    runtime_of(module)
+    units = units_of(module)
+    for unit in units if recurse else units[:1]:
+        unit.reshard()
+
+
+class UnshardHandle:
+    """See `unshard`. Issues the gathers when made; `wait` makes the values visible; as a context it keeps them, and at its
+    end copies to the shards what was written."""
+
+    def __init__(self, module: nn.Module, units: Sequence[Unit], runtime: Runtime) -> None:
+        self._module, self._units, self._runtime = module, tuple(units), runtime
+        self._pinned: list[Unit] = []
+        for unit in self._units:
+            self._issue(unit)
+
+    def wait(self) -> None:
+        """Waits until the parameters may be read."""
+        try:
+            for unit in self._units:
+                self._runtime.make_ready(unit, Direction.FORWARD)
+            self._settle()
+        except BaseException:
+            for unit in self._units:
+                with suppress(RuntimeError):  # other gathers fail alike, and the first one is told
+                    unit.reshard()
+            raise
+
+    def __enter__(self) -> nn.Module:
+        try:
+            for unit in self._units:
+                self._issue(unit)  # it may have been freed since
+                self._runtime.make_ready(unit, Direction.FORWARD)
+                unit.pins += 1
+                self._pinned.append(unit)
+            self._settle()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self._module
+
+    def __exit__(self, *_: object) -> None:
+        pinned, self._pinned = self._pinned, []
+        for unit in pinned:
+            unit.pins -= 1
+            for flat in unit.flats:
+                flat.write_back()
+            unit.reshard()
+
+    def _settle(self) -> None:
+        """Let the caller write to the parameters."""
+        for flat in (flat for unit in self._units for flat in unit.flats):
+            flat.let_others_read()
+
+    def _issue(self, unit: Unit) -> None:
+        if unit.is_sharded and unit.policy.offload != OffloadPolicy.NONE:
+            unit.copy_to_device(self._runtime.streams)
+        if unit.policy.map_shards and not unit.asked_for:  # the caller is given copies, which he may write to
+            pins, unit.pins = unit.pins, 0
+            unit.reshard()
+            unit.pins = pins
+        unit.asked_for = True
+        unit.unshard(self._runtime.streams)
+
+
+# -- state_dict -----------------------------------------------------------------------------------------------------
+
+
+def _watch_state_dict(unit: Unit) -> None:
+    """Let `state_dict` show sharded tensors (inside `unshard`, whole ones), and `load_state_dict` write to them. What
+    `torch.save` makes of them may be read by `torch.load`, as of torch's own."""
+    torch.serialization.add_safe_globals([restored])
+
+    def saving(module: nn.Module, *_: Any) -> None:
+        unit.reshard()
+
+    def loading(module: nn.Module, state: dict[str, Any], prefix: str, local: dict[str, Any], *_: Any) -> None:
+        unit.reshard()
+        for name, p in module._parameters.items():
+            if local.get("assign_to_params_buffers") and isinstance(p, ShardedParameter) and prefix + name in state:
+                new = p.flat.replace(p.number)
+                new.data, state[prefix + name] = state[prefix + name], new  # assigned to itself
+
+    for module in {use[0]: None for flat in unit.flats for uses in flat.uses for use in uses}:
+        module.register_state_dict_pre_hook(saving)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(loading)  # type: ignore[no-untyped-call]

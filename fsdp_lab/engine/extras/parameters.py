@@ -1,0 +1,369 @@
+"""Sharded parameters as torch's optimizers, clipping and checkpoints know them: `ShardedBuffer` makes them.
+
+    ShardedParameter  what `module.parameters()` yields between steps: its name and shape, and this rank's range of it
+    Region            all parameters of a buffer that are in one optimizer group, as one tensor of one dimension
+
+A sharded parameter's `grad` is its reduced gradient. It is a view of the buffer's, made when it is asked for, so parameters
+and regions show the same gradients; setting one to None forgets it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Hashable
+from functools import cached_property, partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from fsdp_lab.base.tensors import take_gradient
+from fsdp_lab.engine.buffer import FlatBuffer, Gradients
+from fsdp_lab.engine.collectives import ShardError, Storage
+from fsdp_lab.engine.extras.dtensor import FlatDTensor, Norms
+from fsdp_lab.engine.extras.flat_tensor import FlatPlacement, FlatTensor
+from fsdp_lab.engine.layout import Layout, Slot
+from fsdp_lab.engine.mesh import ShardMesh
+
+
+class ShardedParameter(FlatDTensor):
+    """See the module."""
+
+    _is_param = True  # by which torch recognises an nn.Parameter
+    flat: ShardedBuffer  # that made it
+    number: int  # which of the buffer's parameters
+    seen: list[weakref.ref[Any]]  # what `.data` was, where somebody holds it
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The reduced gradient; with what autograd added to this tensor itself, as for a penalty on weights."""
+        flat, number = self.flat, self.number
+        if flat.sharded[number] is not self:
+            raise _replaced(self.fqn)
+        return flat.gradients.gradient(number)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self.flat.gradients.set_gradient(self.number, value)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """meta, until the values of what was built there are written."""
+        return torch.device("meta") if self.flat.is_unwritten(self.number) else self._local_tensor.device
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        return self.device.type == "meta"
+
+    def take_own_gradients(self) -> None:
+        """Let what autograd adds to this tensor itself be added to the reduced gradient."""
+
+        def take(p: Any) -> None:
+            p.flat.gradients.add(p.number, take_gradient(p))
+
+        trained = self.requires_grad
+        watch: Any = Tensor.register_post_accumulate_grad_hook
+        watch(self.requires_grad_(), take)
+        self.requires_grad_(trained)
+
+    @property
+    def data(self) -> Tensor:
+        seen = self.detach()
+        self.seen = [*(ref for ref in self.seen if ref() is not None), weakref.ref(seen)]
+        return seen
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """A copy of other values. What `.data` was before, and a caller may set again, keeps its own."""
+        if (value.dtype, value.shape, value.device.type) != (self.dtype, self.shape, self._local_tensor.device.type):
+            raise ShardError(
+                f"{self.fqn} is sharded, and cannot be given data of another shape, dtype or device, as by .to() or .half() "
+                "of its module; choose dtypes by the mp_policy of fully_shard, and devices by its mesh"
+            )
+        value = value.clone() if any(ref() is value for ref in self.seen) else value
+        for seen in (ref() for ref in self.seen):
+            if seen is not None:
+                seen._local_tensor = seen.counted = seen._local_tensor.clone()
+        self.seen = []
+        self.detach().copy_(value)
+
+    def register_hook(self, hook: Any) -> Any:
+        """Registers a hook that is called with this rank's own gradient, whole and before it is reduced, as under DDP."""
+        return self.flat.parameters[self.number].register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
+        """Registers a hook that is called when the gradient has been reduced."""
+        handle = RemovableHandle(self.flat.reduce_hooks)
+        self.flat.reduce_hooks[handle.id] = lambda: (
+            hook(self)
+            if self.flat.gradients.has_gradient(self.number) and self.flat.sharded[self.number] is self
+            else None
+        )
+        return handle
+
+    @property
+    def fqn(self) -> str:
+        """The parameter's name in the root module."""
+        return str(self.flat.names[self.number])
+
+    @property
+    def slot(self) -> Slot:
+        return self.flat.layout.slots[self.number]
+
+    def __deepcopy__(self, memo: Any) -> FlatTensor:
+        """A parameter of nobody's, with the values of now, such as an anchor to stay close to."""
+        copy: Any = super().__deepcopy__(memo)
+        copy._is_param = True
+        return cast(FlatTensor, copy)
+
+
+class Region(FlatDTensor):
+    """See the module."""
+
+    _is_param = True
+    gradients: ShardedGradients  # that made it
+    group: Hashable
+
+    @property
+    def grad(self) -> Tensor | None:
+        """Raises ShardError where some of the region's parameters have a gradient, and others have none."""
+        if self.gradients.regions[self.group] is not self:
+            raise _replaced("a part of it")
+        return self.gradients.gradient_of_region(self.group)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self.gradients.set_gradient_of_region(self.group, value)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ShardError("a flat parameter is a part of its model, and not copied; take values from full_state(model)")
+
+
+def _replaced(name: str) -> ShardError:
+    """The error for parameters that an optimizer has from before the model was sharded."""
+    return ShardError(
+        f"load_state_dict(assign=True) has put other parameters into the model, and this is {name} from before; make the "
+        "optimizer afterwards, or load without assign=True"
+    )
+
+
+class ShardedBuffer(FlatBuffer):
+    """A `FlatBuffer` whose sharded parameters are `ShardedParameter`s.
+
+    Note: shards that are mapped. Where shards lie in memory that all ranks of a host can read, the whole buffer can be a
+    view of them, so that one copy of the parameters serves the host, and nothing is gathered. An all-gather then only waits
+    until all ranks have stepped their optimizers. And a rank that steps its optimizer writes to what others read: so at the
+    end of each forward and backward the ranks wait for each other. Inside `unshard`, where a caller may write to gathered
+    parameters, they are copies.
+    """
+
+    gradients: ShardedGradients
+    sharded: list[ShardedParameter]
+
+    def _make_gathered(self) -> Storage:
+        if not self.is_mapped:
+            return super()._make_gathered()
+        pool = self.mesh.buffer_pool
+        assert pool is not None
+        mapped: Storage = pool.map_shards(self.layout.shard_numel, self.dtype)
+        return mapped
+
+    def _make_master(self) -> Tensor:
+        mapped: Any = self.gathered if self.is_mapped else None
+        return super()._make_master() if mapped is None else mapped.shard.zero_()
+
+    def _make_gradients(self) -> ShardedGradients:
+        return ShardedGradients(self)
+
+    def _make_sharded(self, i: int, *, requires_grad: bool) -> ShardedParameter:
+        placement = self.gradients.placements[i]
+        made = ShardedParameter.of(self.own_part(i), self.layout.slots[i].shape, placement, requires_grad=requires_grad)
+        made.flat, made.number, made.seen = self, i, []
+        if made.is_floating_point() or made.is_complex():
+            made.take_own_gradients()
+        return made
+
+    def replace(self, i: int) -> ShardedParameter:
+        """Let modules hold another object for a parameter, as `load_state_dict(assign=True)` does; the values stay. What the
+        caller gave to an optimizer before is refused at its step, which else would go on or do nothing."""
+        old, leaf = self.sharded[i], self.parameters[i]
+        made = self.sharded[i] = leaf.sharded = self._make_sharded(i, requires_grad=old.requires_grad)
+        group = self.layout.slots[i].group
+        self.gradients.regions[group] = self.gradients.region(group)
+        self._show(self.sharded)
+        return made
+
+
+class ShardedGradients(Gradients):
+    """A gradient that a caller sets is kept apart, as it is: what he took from `.grad` before, and may set again, stays as
+    it was. Who asks for all gradients as one tensor gets a new one, with those that were kept apart.
+
+    Attributes:
+        regions: optimizer group -> what an optimizer may be given for its parameters.
+    """
+
+    def __init__(self, flat: FlatBuffer) -> None:
+        super().__init__(flat)
+        self._given: dict[int, FlatDTensor] = {}  # gradients that a caller set
+        self._apart: set[int] = set()  # parameters of which `reduced` has none, or another than theirs
+        self._views: list[FlatDTensor] = []  # of `_viewed`, by parameter
+        self._viewed: Tensor | None = None
+        self._region_views: dict[Hashable, FlatDTensor] = {}  # of `_viewed_regions`
+        self._viewed_regions: Tensor | None = None
+        self.stepped_as: dict[
+            Hashable, type
+        ] = {}  # by group: the form in which an optimizer stepped by these gradients
+        layout, mesh = self.layout, self.mesh
+        self._own = [layout.in_shard(slot, mesh.shard_rank) for slot in layout.slots]
+        cuts = sorted({0, layout.shard_numel, *(end for own in self._own for end in own)})
+        self._shard_sizes = [stop - start for start, stop in itertools.pairwise(cuts)]
+        self._chunk_of = [cuts.index(start) for start, _ in self._own]
+        self.placements = [_placement_of(layout, mesh, slot.offset, slot.stop) for slot in layout.slots]
+        self.regions = {group: self.region(group) for group in layout.regions}
+
+    def region(self, group: Hashable) -> Region:
+        start, stop = self.layout.region_in_shard(group, self.mesh.shard_rank)
+        begin, end = self.layout.regions[group]
+        placement = _placement_of(self.layout, self.mesh, begin, end)
+        region = Region.of(
+            self.master[start:stop], (end - begin,), placement, requires_grad=self.master.is_floating_point()
+        )
+        region.gradients, region.group = self, group
+        return region
+
+    def clear(self) -> None:
+        super().clear()
+        self._given, self._apart, self.stepped_as = {}, set(), {}
+        self._viewed, self._region_views, self._viewed_regions = None, {}, None
+
+    def accumulate(self, shard: Tensor, arrived: frozenset[int], counts: Tensor | None) -> None:
+        self._region_views, self.stepped_as = {}, {}
+        self.note(arrived, counts)
+        for i in self._apart:
+            part = shard[slice(*self._own[i])]
+            if self.has_gradient(i):
+                self._given.setdefault(i, self._view(torch.zeros_like(part), i)).add_(self._view(part, i))
+            part.zero_()
+        self.add_reduced(shard)
+
+    def local(self) -> Tensor | None:
+        """[n], zero in padding and where a parameter has no gradient; None where none has."""
+        if self._apart and self._present:
+            merged = torch.zeros_like(self.master) if self.reduced is None else self.reduced.clone()
+            for i in self._apart:
+                given = self._given.get(i)
+                merged[slice(*self._own[i])] = 0 if given is None else given.to_local()
+            self.reduced, self._given, self._apart = merged, {}, set()
+        return self.reduced
+
+    def gradient(self, i: int) -> FlatDTensor | None:
+        """The reduced gradient of a parameter: what was set, or a view."""
+        if i not in self._present and not (self._unread and self.has_gradient(i)):
+            return None
+        if self._given and i in self._given:
+            return self._given[i]
+        if self._viewed is not self.reduced:
+            self._view_reduced()
+        return self._views[i]
+
+    def _view_reduced(self) -> None:
+        """Let views show the gradients of now. They are kept from step to step; what a caller holds stays as it was."""
+        reduced = self.reduced
+        assert reduced is not None
+        norms = Norms(reduced, self._own, self.mesh)
+        views, self._views, self._viewed = self._views or [None] * len(self._own), [], reduced  # type: ignore[list-item]
+        parts = reduced.split_with_sizes(self._shard_sizes)
+        for i, (start, stop) in enumerate(self._own):
+            view: Any = views[i]
+            part = parts[self._chunk_of[i]] if start < stop else reduced[:0]
+            views[i] = None  # type: ignore[call-overload]
+            if view is None or part.dtype != view.dtype or sys.getrefcount(view) > 2 or view._use_count() > 1:
+                view = self._view(part, i)
+            view._local_tensor = view.counted = part
+            view.norm_beside = partial(norms.norm, i)
+            self._views.append(view)
+
+    def set_gradient(self, i: int, value: Tensor | None) -> None:
+        """A value, whole or cut as the parameter is; None: forget it."""
+        given = None if value is None else self._cut(i, value)
+        if self._unread:
+            self.has_gradient(i)
+        self._region_views = {}
+        self._given.pop(i, None)
+        self._present.discard(i)
+        self._apart.add(i)
+        if given is not None:
+            self._given[i] = given
+            self._present.add(i)
+        if self._present <= self._given.keys():  # nothing of it is a gradient any more
+            kept, present = self._given, self._present
+            self.clear()
+            self._given, self._present, self._apart = kept, present, set(kept)
+
+    def _cut(self, i: int, value: Tensor) -> FlatDTensor:
+        """The value itself, where it is cut as the parameter is."""
+        like = self._view(self.master[slice(*self._own[i])], i)
+        if value.shape != like.shape:
+            raise ShardError(
+                f"{self.names[i]} has the shape {tuple(like.shape)}, and was given a gradient of {tuple(value.shape)}; give "
+                "it one of its own shape, whole or as .grad shows it"
+            )
+        if isinstance(value, FlatDTensor) and value.flat_placement == like.flat_placement and value.dtype == like.dtype:
+            return value
+        return torch.empty_like(like).copy_(value.detach())  # type: ignore[return-value]
+
+    def _view(self, part: Tensor, i: int) -> FlatDTensor:
+        """A view of this rank's part, as the parameter's gradient."""
+        return FlatDTensor.of(part, self.layout.slots[i].shape, self.placements[i])
+
+    def add(self, i: int, value: Tensor) -> None:
+        """Adds to a parameter's gradient a value that did not come through the gathered buffer."""
+        present = self.gradient(i)
+        if present is None:
+            self.set_gradient(i, value)
+        else:
+            present.add_(value)
+
+    @cached_property
+    def _groups(self) -> dict[Hashable, list[int]]:
+        slots = self.layout.slots
+        return {group: [i for i, s in enumerate(slots) if s.group == group] for group in self.layout.regions}
+
+    def gradient_of_region(self, group: Hashable) -> Tensor | None:
+        """Raises ShardError where some of its parameters have a gradient and others have none."""
+        if self._viewed_regions is self.reduced and group in self._region_views:
+            return self._region_views[group]
+        some = self._groups[group]
+        absent = [i for i in some if not self.has_gradient(i)]
+        if len(absent) == len(some):
+            return None
+        if absent:
+            raise ShardError(
+                f"{self.names[absent[0]]} has no gradient, and a flat optimizer would "
+                "move it all the same; give the optimizer model.parameters() in place of sharded_parameters(model), or call "
+                "split_unused(model, optimizer) before each step"
+            )
+        local, (start, stop) = self.local(), self.layout.region_in_shard(group, self.mesh.shard_rank)
+        assert local is not None
+        if self._viewed_regions is not local:
+            self._region_views, self._viewed_regions = {}, local
+        view = self._region_views[group] = cast(FlatDTensor, self.regions[group].like(local[start:stop]))
+        return view
+
+    def set_gradient_of_region(self, group: Hashable, value: Tensor | None) -> None:
+        if value is None and len(self._groups) == 1:  # the usual end of a step
+            self.clear()
+            return
+        begin = self.layout.regions[group][0]
+        for i in self._groups[group]:
+            slot = self.layout.slots[i]
+            part = None if value is None else value[slot.offset - begin : slot.stop - begin].view(slot.shape)
+            self.set_gradient(i, part)
+
+
+def _placement_of(layout: Layout, mesh: ShardMesh, start: int, stop: int) -> FlatPlacement:
+    """The placement of elements [start, stop) of a buffer."""
+    return FlatPlacement(mesh=mesh, ranges=tuple(map(layout.shard, range(layout.factor)))).part(start, stop)
