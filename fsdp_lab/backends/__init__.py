@@ -17,13 +17,13 @@ from fsdp_lab.backends.state import buffers_in, fill
 from fsdp_lab.backends.transfer import transfer_state
 from fsdp_lab.backends.yours import Yours
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.engine import ParamShard, build_mesh, known_groups
+from fsdp_lab.engine import ParamShard, build_mesh, fully_shard, known_groups, sharded_parameters
 from fsdp_lab.models.build import freeze, frozen_names
 from fsdp_lab.models.wrapping import units
 from fsdp_lab.spec.param_groups import unmatched
 from fsdp_lab.spec.spec import YOURS, Spec
 
-__all__ = ["Backend", "ParamShard", "build", "fill", "transfer_state"]
+__all__ = ["Backend", "ParamShard", "build", "fill", "fully_shard", "sharded_parameters", "transfer_state"]
 
 _Kind = type[FlatBackend] | type[FSDP2] | type[FSDP1] | type[DDP] | type[Yours]
 _BACKENDS: Mapping[str, _Kind] = {"lab": FlatBackend, "fsdp2": FSDP2, "fsdp1": FSDP1, "ddp": DDP, YOURS: Yours}

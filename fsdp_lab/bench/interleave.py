@@ -96,7 +96,7 @@ def build_forms(plan: BenchPlan, info: RankInfo, world: Wire) -> Iterator[BuiltF
     """Builds every form of the plan, with equal initial values. Collective."""
     forms = [plan.known[name] for name in plan.forms]
     groups = dict.fromkeys(form.group for form in forms)  # in one order on all ranks
-    meshes = {group: _mesh(info, world, group) for group in groups if group != "wire"}
+    meshes = {group: mesh_of(info, world, group) for group in groups if group != "wire"}
     config = resolve(plan.model)
     for form in forms:
         skeleton = build_skeleton(config)
@@ -109,12 +109,13 @@ def build_forms(plan: BenchPlan, info: RankInfo, world: Wire) -> Iterator[BuiltF
         yield BuiltForm(form=form, backend=backend, is_shared=is_shared)
 
 
-def _mesh(info: RankInfo, world: Wire, group: str) -> DeviceMesh:
-    """A mesh of all ranks beside the world's: on a group of torch's own ("raw"), or on a Wire over Gloo."""
-    if group == "gloo":
-        return DeviceMesh.from_group(beside(world, shared_memory=False), info.device.type, mesh_dim_names=("shard",))
-    raw = dist.new_group(backend=_raw_backend(info), timeout=world.context.timeout)
-    return DeviceMesh.from_group(raw, info.device.type, mesh_dim_names=("shard",))
+def mesh_of(info: RankInfo, world: Wire, group: str) -> DeviceMesh:
+    """A mesh of all ranks: of the world ("wire"), or beside it on a group of torch's own ("raw") or on a Wire over Gloo."""
+    if group == "raw":
+        own = dist.new_group(backend=_raw_backend(info), timeout=world.context.timeout)
+    else:
+        own = world if group == "wire" else beside(world, shared_memory=False)
+    return DeviceMesh.from_group(own, info.device.type, mesh_dim_names=("shard",))
 
 
 def beside(world: Wire, *, shared_memory: bool) -> Wire:
@@ -161,12 +162,12 @@ def step(built: BuiltForm, batch: Batch, device: torch.device, world: Wire, *, f
             built.squared_norm = sum(float(g.double().square().sum()) for g in gradients) / backend.replicas
 
     world.control(torch.zeros(1, dtype=torch.float64))  # a barrier
-    _synchronize(device)
+    synchronize(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     begun_s = time.perf_counter()
     built.loss = built.train(batch, note_norm)
-    _synchronize(device)
+    synchronize(device)
     return time.perf_counter() - begun_s
 
 
@@ -180,6 +181,6 @@ def _peak(backend: Backend, device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - others
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

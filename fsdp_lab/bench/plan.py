@@ -3,7 +3,7 @@ forms, because ratios are computed against its fastest one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -55,15 +55,20 @@ FORMS: Mapping[str, Form] = {form.name: form for form in (*_STEP_FORMS, *_BY_NAM
 STEP = tuple(form.name for form in _STEP_FORMS)
 
 
-def forms_named(names: str) -> tuple[str, ...]:
+def forms_named(
+    names: str, forms: Sequence[Form] = _STEP_FORMS, also: Sequence[Form] = _BY_NAME_ALONE
+) -> tuple[str, ...]:
     """The forms in a comma-separated list, where a peer means all its forms, in the order of turns. Raises ArgumentError."""
     chosen: set[str] = set()
+    known = f"choose from {', '.join(f.name for f in (*forms, *also))}, or name a backend"
     for name in (n.strip() for n in names.split(",") if n.strip()):
-        meant = [f.name for f in _STEP_FORMS if name in (f.name, f.peer)] or [name] * (name in FORMS)
+        meant = [f.name for f in forms if name in (f.name, f.peer)] or [f.name for f in also if f.name == name]
         if not meant:
-            raise ArgumentError("--only", f"there is no form {name}", f"choose from {', '.join((*FORMS, *PEERS))}")
+            raise ArgumentError("--only", f"there is no form {name}", known)
         chosen.update(meant)
-    return tuple(name for name in FORMS if name in chosen)
+    if not chosen:
+        raise ArgumentError("--only", "it names no form", known)
+    return tuple(f.name for f in (*forms, *also) if f.name in chosen)
 
 
 def place(ranks: int, device: str | None) -> tuple[str, ...]:
@@ -116,8 +121,6 @@ class BenchPlan:
             if self.seq_len > positions:
                 hint = f"{self.preset} takes {positions} or fewer"
                 raise ArgumentError("--seq-len", f"{self.seq_len} is refused", hint)
-        if not self.forms:
-            raise ArgumentError("--only", "it names no form", f"choose from {', '.join(STEP)}")
         for name in self.forms:
             self.spec(self.known[name])  # raises FieldError if it cannot be
 

@@ -1,4 +1,4 @@
-"""`bench step` and `bench wire`: measurements of ranks, ratios with a control, as text and JSON.
+"""`bench step`, `wire` and `host`: measurements of ranks, ratios with a control, as text and JSON.
 
 A bench prints each figure once it is known and returns the content of its `--json` file: "ratios" and "control" (a
 ratio of equals), each with median, p10, p90 and n; what else was measured; its "environment"."""
@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from fsdp_lab.base.formatting import Spread, Table
+from fsdp_lab.base.formatting import Spread, Table, plural
 from fsdp_lab.bench.launch import launch
 from fsdp_lab.bench.plan import CONTROL, FORMS, LAB, PEERS, REFERENCE, BenchError, BenchPlan
 
@@ -209,6 +209,50 @@ def wire(plan: BenchPlan, say: Say) -> dict[str, Any]:
     waiting = max(rank["waiting"] for rank in ranks)
     say(f"a rank that waits for another one takes {waiting:.2%} of a core")
     return {**figures, "waiting_cores": waiting}
+
+
+def host(plans: Sequence[BenchPlan], work: Mapping[str, Any], say: Say) -> dict[str, Any]:
+    """Host time of a block and step beyond plain torch's, and of a collective; a launch for each. Raises BenchError."""
+    import numpy as np
+
+    from fsdp_lab.bench.host import AGAIN, OURS, PEERS, PLACES, PLAIN  # needs torch
+
+    figures: dict[str, Any] = {"ratios": {}, "control": {}, "environment": {**environment(plans[0]), **work}}
+    parts = {"forward+backward": (0, 0), "optimizer": (0, 1), "whole": (0, 2), "process": (1, 2), "wall": (2, 2)}
+    pairs = [(f"{ours}-{group}", f"fsdp2-{group}") for group in ("raw", "wire") for ours in OURS]
+    pairs += [*((f"{peer}-wire", f"{peer}-raw") for peer in PEERS), (AGAIN.name, "lab-raw")]
+    cell, share = "{median:,.0f} ({p10:,.0f} to {p90:,.0f})".format, "{median:.3f} ({p10:.3f} to {p90:.3f})".format
+    left = frozenset({"form"})
+    for plan in plans:
+        on, clock = f"{plural(plan.ranks, 'rank')}, {plan.precision}", "CPU" if plan.devices[0] == "cpu" else "wall"
+        say(f"{on}, {work['blocks']} blocks of {work['layers']} layers on {' '.join(plan.devices)}, {rounds_of(plan)}")
+        ranks = launch(plan, "host", **work)
+        us = {f: 1e6 / work["blocks"] * np.mean([r["seconds"][f] for r in ranks], 0) for f in ranks[0]["seconds"]}
+        plain = us.pop(PLAIN.name)  # [rounds, clocks, parts]
+        us = {f: of - plain for f, of in us.items()} | {"plain itself": plain}
+        spreads = {f: {part: asdict(spread(list(of[:, *at]))) for part, at in parts.items()} for f, of in us.items()}
+        rows, compared, looks = [(f, *(cell(**s) for s in of.values())) for f, of in spreads.items()], [], []
+        for one, other in (pair for pair in pairs if us.keys() >= set(pair)):
+            first, whole = (spread(ratios(us[one][:, 0, k], us[other][:, 0, k])) for k in (0, 2))
+            figures["control" if one == AGAIN.name else "ratios"][f"{on}, {one}/{other}"] = asdict(whole)
+            compared.append((f"{one}/{other}", share(**asdict(first)), share(**asdict(whole))))
+        for f, (made, kept) in ranks[0]["made"].items():
+            each = (f"{n / (2 * work['layers'] * work['blocks']):.2f}" for n in made)
+            looks.append((f, *map("{:.0%}".format, ranks[0]["places"][f].values()), " ".join(each), str(kept)))
+        say(f"microseconds of host a block and step beyond plain torch, {clock} of the main thread")
+        say(repr(Table(columns=("form", *parts), rows=tuple(rows), left=left)))
+        say(repr(Table(columns=("form", "forward+backward", "whole"), rows=tuple(compared), left=left)))
+        say("shares under a profiler; DTensors made for each parameter in three further steps, and tensors kept")
+        say(repr(Table(columns=("form", *PLACES, "DTensors", "kept"), rows=tuple(looks), left=left)))
+        figures[on] = {"microseconds": spreads, **{name: ranks[0][name] for name in ("losses", "places", "made")}}
+    (calls,) = launch(replace(plans[0], ranks=1), "time_calls")
+    if not calls:
+        say("a collective alone is not measured: torch has no fake process group here")
+    for kind, of in calls.items():
+        figures["ratios"][kind] = asdict(ratio := spread(ratios(of["wire"], of["fake"])))
+        fake, wire = (f"{1e6 * spread(of[name]).median:.1f} us" for name in ("fake", "wire"))
+        say(f"{kind}: {fake} over torch's fake group, {wire} with the wire between; {format_spread(ratio)}")
+    return {**figures, "calls_s": calls}
 
 
 def rounds_of(plan: BenchPlan) -> str:

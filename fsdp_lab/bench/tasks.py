@@ -16,18 +16,20 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, distributed as dist
 
 from fsdp_lab.base.children import Send
 from fsdp_lab.base.events import StepEvent
+from fsdp_lab.bench.host import measure, time_calls
 from fsdp_lab.bench.interleave import beside, build_forms, interleave
 from fsdp_lab.bench.plan import BenchPlan
 from fsdp_lab.rank import Session
 from fsdp_lab.rank.rendezvous import RankInfo, close_groups, find_store, host_store, open_groups
 from fsdp_lab.rank.trainer import checksum
-from fsdp_lab.wire import ReductionOrder, Wire, WireContext
+from fsdp_lab.wire import ReductionOrder, Wire, WireContext, shared_memory
 
 SIZES_BYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)  # of the whole tensor
 WAIT_S = 1.0
@@ -182,4 +184,11 @@ def _train(session: Session, spec: dict[str, Any], steps: int) -> dict[str, Any]
     }
 
 
-TASKS: Mapping[str, Callable[[BenchRank, Job], Any]] = {"steps": steps, "wire": wire, "train": train}
+def host(rank: BenchRank, job: Job) -> dict[str, Any]:
+    """`bench host`."""
+    groups = rank.groups(shared_memory=rank.plan.shares_memory)
+    with patch.object(shared_memory, "SPIN_S", 0.0), groups as (info, world):
+        return measure(rank.plan, job, info, world)
+
+
+TASKS: Mapping[str, Callable[[BenchRank, Job], Any]] = {f.__name__: f for f in (steps, wire, train, host, time_calls)}

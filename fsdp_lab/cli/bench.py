@@ -120,6 +120,17 @@ def wire(args: argparse.Namespace) -> dict[str, Any]:
     return results.wire(planned(args, forms=(bench_plan.LAB,), steps=args.rounds), say)
 
 
+def host(args: argparse.Namespace) -> dict[str, Any]:
+    for name in ("rounds", "blocks", "layers"):
+        at_least(args, name, 1)
+    from fsdp_lab.bench import host as bench_host, results
+
+    forms = bench_plan.forms_named(args.only, bench_host.FORMS, ())
+    counts, same = (args.ranks,) if args.ranks else (1, 2), {"steps": args.rounds, "precision": args.precision}
+    plans = [BenchPlan(ranks=n, devices=bench_plan.place(n, args.device), **same) for n in counts]
+    return results.host(plans, {"forms": forms, "blocks": args.blocks, "layers": args.layers}, say)
+
+
 def gpu(args: argparse.Namespace) -> int:
     """A list of parts, which go on if one fails. Raises Failed at the end, if one has."""
     from fsdp_lab.bench import gpu as gpu_list
@@ -149,7 +160,15 @@ WIRE_OPTIONS: Options = {
     "rounds": number(30, "counted rounds"),
     "device": {"choices": ["cpu"], "default": "cpu"},
 }
+HOST_OPTIONS: Options = {
+    "ranks": {"type": int, "choices": (1, 2), "help": "rank processes (default: one, then two)"},
+    **{"rounds": number(20), "blocks": number(48, "units"), "layers": number(6, "linear layers of a unit")},
+    "device": OWN_RANKS["device"],
+    **PRECISION,
+    "only": {"default": "ddp,fsdp1,fsdp2,lab,lab-flat", "metavar": "FORM,FORM", "help": f"forms, as lab-raw {DEFAULT}"},
+}
 BENCHES: tuple[Bench, ...] = (
     ("step", step, "step time of the backends, interleaved, as ratios", STEP_OPTIONS),
     ("wire", wire, "collectives over shared memory, compared with Gloo", WIRE_OPTIONS),
+    ("host", host, "what a backend costs on the host, in microseconds a unit", HOST_OPTIONS),
 )

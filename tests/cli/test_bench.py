@@ -1,4 +1,4 @@
-"""`fsdp-lab bench step` and `wire`, small: what they refuse, what they print, and that nothing of it stays."""
+"""`fsdp-lab bench step`, `wire` and `host`, small: what they refuse, what they print, and that nothing of it stays."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.bench import results
+from fsdp_lab.bench.host import FORMS, OURS
 from fsdp_lab.bench.plan import STEP, BenchError, BenchPlan, forms_named, place
 from fsdp_lab.bench.results import BenchResult, Spread, spread, step_figures
 from fsdp_lab.cli.main import main
@@ -132,6 +133,30 @@ def test_step_measures_every_form_and_writes_what_it_prints(tmp_path: Path, caps
     assert written["environment"]["preset"] == "gpt2-1m" and written["environment"]["devices"] == ["cpu", "cpu"]
     assert {"cores", "torch", "load_average"} < written["environment"].keys()
     assert not ranks_of(psutil.Process())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "precision", "tolerance"), [(1, "bf16", 2e-2), (2, "fp32", 1e-4)])
+def test_host_time_is_that_beyond_plain_torch(
+    ranks: int, precision: str, tolerance: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In processes of their own; all forms of all backends do the same work. One rank alone sends nothing under ours."""
+    file, few = tmp_path / "host.json", ["--rounds", "2", "--blocks", "2", "--layers", "1", "--device", "cpu"]
+    assert main(["bench", "host", *few, "--ranks", str(ranks), "--precision", precision, "--json", str(file)]) == 0
+    printed, written = capsys.readouterr().out, json.loads(file.read_text())
+    on = f"{ranks} rank{'s' * (ranks > 1)}, {precision}"
+    figures, forms = written[on], {f.name for f in FORMS if ranks > 1 or f.group == "raw" or f.peer not in OURS}
+    assert set(figures["losses"]) == {*forms, "plain"} and set(figures["microseconds"]) == {*forms, "plain itself"}
+    losses = [loss for form, loss in figures["losses"].items() if form != "plain" or ranks == 1]
+    assert losses == pytest.approx(losses[:1] * len(losses), rel=tolerance)
+    pairs = {f"{on}, {ours}-raw/fsdp2-raw" for ours in OURS} | {f"{on}, ddp-wire/ddp-raw", "all_gather", "all_reduce"}
+    assert pairs < set(written["ratios"]) and set(written["control"]) == {f"{on}, lab-raw-again/lab-raw"}
+    assert all(form in printed for form in forms) and f"{written['ratios']['all_gather']['median']:.3f}" in printed
+    plain = figures["microseconds"]["plain itself"]
+    assert 0 < plain["forward+backward"]["median"] < plain["whole"]["median"] and plain["whole"]["n"] == 2
+    for form, shares in figures["places"].items():
+        assert sum(shares.values()) == pytest.approx(1) and shares["hooks"] > 0 and shares["gradients"] > 0
+        assert (shares["wire"] > 0.01) == (ranks == 2) and len(figures["made"][form][0]) == 3
 
 
 @pytest.mark.nightly

@@ -1,0 +1,182 @@
+"""`bench host`, in a rank: what a backend costs on the host.
+
+The model is blocks of tiny layers, so that a step is host time. On a CPU that is the CPU time of the main thread, which
+sleeps while it waits (shared memory does not spin here); on a GPU, whose backward is in another thread, wall time."""
+
+from __future__ import annotations
+
+import cProfile
+import gc
+import itertools
+import pstats
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, distributed as dist, nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_lab.backends import fully_shard, sharded_parameters
+from fsdp_lab.bench.interleave import mesh_of, synchronize
+from fsdp_lab.bench.plan import BenchPlan, Form
+from fsdp_lab.rank.rendezvous import RankInfo
+from fsdp_lab.wire import Nccl, Wire, WireContext, group as wire_group
+
+OURS = ("lab", "lab-flat")  # lab-flat: its optimizer is given `sharded_parameters(model)`
+PEERS = ("ddp", "fsdp1", "fsdp2", *OURS)
+PLAIN, AGAIN = Form(name="plain", peer="plain", group="raw"), Form(name="lab-raw-again", peer="lab", group="raw")
+FORMS = (*(Form(name=f"{peer}-{group}", peer=peer, group=group) for group in ("raw", "wire") for peer in PEERS), AGAIN)
+# Parts of a file's path: the first place counts. What a built-in function takes is its caller's.
+PLACES: Mapping[str, Sequence[str]] = {
+    "hooks": ("engine/hooks", "engine/runtime"),
+    "views": ("engine/flat", "engine/buffers", "engine/param", "flat_tensor", "dtensor", "distributed/tensor/"),
+    "gradients": ("engine/gradients", "engine/reduction"),
+    "wire": ("fsdp_lab/wire/", "distributed/distributed_c10d", "distributed/c10d_logger"),
+    "optimizer": ("torch/optim/",),
+    "other of ours": ("fsdp_lab/",),
+    "rest": ("",),
+}
+WIDTH, FAKE_RANKS, CALLS = 8, 8, 200  # of layers; of torch's fake group; collectives of a kind in a round
+
+
+class _Block(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def build(form: Form, work: Mapping[str, Any], mesh: DeviceMesh, device: torch.device, *, low: bool) -> Any:
+    """The model and its optimizer. `low`: FSDP gathers in bf16 and reduces in fp32, DDP has autocast, plain is bf16."""
+    torch.manual_seed(0)
+    blocks = [_Block(*(nn.Linear(WIDTH, WIDTH) for _ in range(work["layers"]))) for _ in range(work["blocks"])]
+    model: Any = nn.Sequential(*blocks).to(device)
+    dtypes: Any = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if low else {}
+    if form is PLAIN and low:
+        model.bfloat16().register_forward_pre_hook(lambda _, inputs: inputs[0].bfloat16())
+    elif form.peer == "ddp":
+        model = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group())
+        model.forward = torch.autocast(device.type, torch.bfloat16, enabled=low)(model.forward)
+    elif form.peer == "fsdp1":
+        policy, mixed = fsdp.wrap.ModuleWrapPolicy({_Block}), fsdp.MixedPrecision(**dtypes)
+        wrap = partial(fsdp.FullyShardedDataParallel, device_id=device, use_orig_params=True)
+        model = wrap(model, device_mesh=mesh, auto_wrap_policy=policy, mixed_precision=mixed)
+    elif form is not PLAIN:
+        shard: Any = fully_shard if form.peer in OURS else fsdp.fully_shard
+        for module in (*blocks, model):
+            shard(module, mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(**dtypes))
+    parameters = sharded_parameters(model) if form.peer == "lab-flat" else model.parameters()
+    return model, torch.optim.AdamW(parameters, foreach=True)  # the default on a GPU
+
+
+def measure(plan: BenchPlan, work: Mapping[str, Any], info: RankInfo, world: Wire) -> dict[str, dict[str, Any]]:
+    """By form: seconds, losses, where its time goes, what it makes; but ours over the Wire where it sends nothing."""
+    meshes, context = {group: mesh_of(info, world, group) for group in ("raw", "wire")}, world.context
+    alone, low, wall = plan.ranks == 1, plan.precision != "fp32", time.perf_counter
+    clocks = (time.thread_time if info.device.type == "cpu" else wall, time.process_time, wall)
+    forms = [f for f in FORMS if f.name in work["forms"] and not (alone and f.group == "wire" and f.peer in OURS)]
+    built = {f.name: build(f, work, meshes[f.group], info.device, low=low) for f in (PLAIN, *forms)}
+    seconds: dict[str, list[Any]] = {form: [] for form in built}  # [rounds, clocks, 3]: forward+backward, update, both
+    losses, generator = dict[str, float](), torch.Generator().manual_seed(info.rank)
+
+    def step(form: str, around: AbstractContextManager[Any] | None = None) -> None:
+        (model, optimizer), times = built[form], []
+        world.control(torch.zeros(1, dtype=torch.float64))  # a barrier
+        synchronize(info.device)
+        context.start_timing()
+        with around or nullcontext():
+            times.append([clock() for clock in clocks])
+            loss = model(x).float().square().mean()
+            torch.autograd.backward(loss)
+            times.append([clock() for clock in clocks])
+            optimizer.step()
+            optimizer.zero_grad()
+            times.append([clock() for clock in clocks])
+        seconds[form].append([[m - b, e - m, e - b] for b, m, e in zip(*times, strict=True)])
+        losses[form] = float(loss)
+        context.read_timing()
+        context.meter.take()
+
+    for i in range(plan.warmup + plan.steps):
+        if i == plan.warmup:
+            gc.collect()
+            gc.freeze()  # as in interleave.py
+        x = torch.randn(2, WIDTH, generator=generator).to(info.device)
+        for name in random.Random(i).sample(list(built), len(built)):  # after another one in each round
+            step(name)
+    counted, last = {name: of[plan.warmup :] for name, of in seconds.items()}, dict(losses)
+    ours = [form.name for form in forms if form.peer in OURS and form is not AGAIN]
+    shares, made = ({name: look(partial(step, name)) for name in ours} for look in (places, tensors_made))
+    return {"seconds": counted, "losses": last, "places": shares, "made": made}
+
+
+def tensors_made(step: Callable[[], object], steps: int = 3) -> tuple[list[int], int]:
+    """How many DTensors each of some steps makes, and how many more tensors live after the last than after the first."""
+    made, alive, make = list[int](), list[int](), DTensor.__new__
+
+    def counted(cls: Any, *args: Any, **options: Any) -> Any:
+        made[-1] += 1
+        return make(cls, *args, **options)
+
+    with patch.object(DTensor, "__new__", staticmethod(counted)):
+        for _ in range(steps):
+            made.append(0)
+            step()
+            gc.collect()
+            alive.append(sum(issubclass(type(o), Tensor) for o in gc.get_objects()))
+    return made, alive[-1] - alive[0]
+
+
+def places(step: Callable[[Any], object], steps: int = 5) -> dict[str, float]:
+    """Shares of the main thread's CPU time under a profiler, by `PLACES`."""
+    seconds, profiler = dict.fromkeys(PLACES, 0.0), cProfile.Profile(time.thread_time)
+    with torch.autograd.set_multithreading_enabled(False):  # a GPU's backward too
+        for _ in range(steps):
+            step(profiler)
+    stats: Mapping[Any, Any] = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
+    for (file, *_), (_, _, own_s, _, callers) in stats.items():
+        for path, s in [(caller[0], c[2]) for caller, c in callers.items()] if file == "~" else [(file, own_s)]:
+            seconds[next(place for place, parts in PLACES.items() if any(part in path for part in parts))] += s
+    return {place: s / sum(seconds.values()) for place, s in seconds.items()}
+
+
+def time_calls(rank: Any, job: Any) -> dict[str, dict[str, list[float]]]:
+    """The main thread's seconds of a collective, by kind: of torch's fake group, which sends nothing, and of the Wire over
+    that in the place of NCCL. Empty where torch has no such group."""
+    try:
+        from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
+    except ImportError:
+        return {}
+    dist.init_process_group("fake", rank=0, world_size=FAKE_RANKS, store=FakeStore())
+    context, whole, part = WireContext(), torch.zeros(FAKE_RANKS * WIDTH), torch.zeros(WIDTH)
+    streams: Any = SimpleNamespace(current=int, mark=int, holds=lambda t: True, entered=lambda s: nullcontext())
+    context.streams, context.nccl = streams, (nccl := Nccl(streams))
+    options = {"group_rank": 0, "group_size": FAKE_RANKS, "group_id": "wire", "global_ranks_in_group": []}
+    with patch.object(wire_group, "_open_gloo") as fake, patch.object(nccl, "open", fake):
+        fake.side_effect = lambda *_: FakeProcessGroup._create_internal(0, FAKE_RANKS)
+        groups = {"fake": dist.group.WORLD, "wire": Wire(SimpleNamespace(**options, store=FakeStore()), context)}
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    calls: dict[str, Callable[..., Any]] = {
+        "all_gather": partial(gather, whole, part),
+        "reduce_scatter": partial(scatter, part, whole, dist.ReduceOp.AVG),
+        "all_reduce": partial(dist.all_reduce, whole),
+    }
+    work: Any = dist.all_reduce(whole, async_op=True)
+    success = work.get_future().then(lambda _: 0)
+    type(work).get_future_result = lambda _: success  # only NCCL's has it
+    seconds = {kind: {name: list[float]() for name in groups} for kind in calls}
+    for _ in range(rank.plan.steps):
+        for kind, name in itertools.product(calls, groups):
+            context.start_timing()
+            begun_s = time.thread_time()
+            for _ in range(CALLS):
+                calls[kind](group=groups[name], async_op=True).wait()
+            seconds[kind][name].append((time.thread_time() - begun_s) / CALLS)
+    return seconds
