@@ -14,7 +14,9 @@ import pytest
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.cluster import StartError
 from fsdp_lab.cluster.assembly import StartProgress
+from fsdp_lab.cluster.batch_engines import SlurmEngines
 from fsdp_lab.cluster.cluster import Cluster
+from fsdp_lab.cluster.host_engines import started
 from fsdp_lab.cluster.hosts import Hosts, SlurmHosts
 from fsdp_lab.lab import Lab
 from tests.cluster.conftest import FAKE
@@ -110,6 +112,14 @@ def test_what_slurm_refuses_is_said(hosts) -> None:
         SlurmHosts(options=("constraint",))
     with pytest.raises(ArgumentError, match="hosts"):
         SlurmHosts(hosts=0)
+
+
+def test_a_job_that_is_granted_and_revoked_is_refused() -> None:
+    words = "echo 'salloc: Granted job allocation 7\nsalloc: error: Job allocation 7 has been revoked' >&2; exit 1"
+    asked = started(["bash", "-c", words], b"")
+    asked.process.wait()
+    with pytest.raises(StartError, match="Slurm refuses the job: Job allocation 7 has been revoked"):
+        SlurmEngines.__new__(SlurmEngines)._wait_in_queue(asked)
 
 
 def killed_kernel(persist_h: float) -> list[int]:
