@@ -145,7 +145,7 @@ def test_a_job_stays_for_the_next_kernel(two: Site, slurm: Slurm, hosts) -> None
     pids, job = killed_kernel(1.0), slurm.jobs()
     with on(hosts(cut_s=5.0), persist=1) as cluster:
         assert cluster.attached and cluster.pids == pids and slurm.jobs() == job
-        assert [s.host for s in cluster.status()] == ["alpha", "beta"] and cluster.call("ping") == pids
+        assert [(d["host"], d["pid"]) for d in cluster.call("describe")] == [("alpha", pids[0]), ("beta", pids[1])]
         os.kill(cluster.pids[1], signal.SIGKILL)
         until(lambda: 1 in cluster.lost, 15, "the lost rank")
         assert cluster.lost[1].host == "beta" and "SIGKILL" in cluster.lost[1].reason

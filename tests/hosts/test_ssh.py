@@ -241,7 +241,7 @@ def test_ranks_move_to_hosts_and_back(hosts) -> None:
         assert (cluster.token, cluster.pids) == kept and not ended, "it was looked for first"
         with pytest.raises(ArgumentError, match="gpus_per_host"):
             cluster.move(hosts("beta", ranks_per_host=None, gpus_per_host=1))
-        assert cluster.call("ping") == cluster.pids and cluster.ranks == 2
+        assert [d["pid"] for d in cluster.call("describe")] == cluster.pids and cluster.ranks == 2
         cluster.move(None, 3)
         assert cluster.local and cluster.ranks == 3 and len({s.host for s in cluster.status()} - {"alpha", "beta"}) == 1
 
