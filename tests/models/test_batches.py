@@ -15,6 +15,7 @@ from PIL import Image
 from transformers import ByT5Tokenizer
 
 from fsdp_lab.base.errors import SpecError
+from fsdp_lab.models import data
 from fsdp_lab.models.batches import Batches, Order, open_source
 from fsdp_lab.models.check import check
 from fsdp_lab.models.configs import resolve
@@ -184,6 +185,18 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path: Path, save: Callable[[P
         SpecError, match=rf"workload.data: .*it.tif cannot be read as an image \(.*{said}.*; remove that"
     ):
         FolderImages(str(tmp_path), facts_of(resolve("vit-1m"))).image(0)
+
+
+def test_some_of_too_many_images_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "class").mkdir()
+    for i in range(3):
+        Image.fromarray(SHADES).save(tmp_path / "class" / f"{i}.png")
+    monkeypatch.setattr(data, "_CACHE_BYTES", 2 * 3 * SHADES.size)
+    images, opened = FolderImages(str(tmp_path), facts_of(resolve("vit-1m"))), []
+    monkeypatch.setattr(Image, "open", lambda path, whole=Image.open: opened.append(path) or whole(path))
+    for i in (0, 1, 2) * 2:
+        images.image(i)
+    assert len(opened) == 4
 
 
 class Numbered(Source):
