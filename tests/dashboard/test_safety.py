@@ -201,9 +201,10 @@ def test_a_run_that_waits_says_why_and_recover_goes_on_which_is_shown_while_it_l
     state = plain(desk.controls._state.value)
     assert state.startswith("broken See Safety below") and not desk.controls._stop.disabled
     assert desk.controls._pause.disabled and desk.controls._start.disabled and desk.saving._save.disabled
+    desk.box.say("An earlier press was refused.", wrong=True)
     desk.box._same.click()
     desk.until(lambda: desk.head().startswith("recovering"))
-    assert desk.buttons == [] and "is being recovered" in desk.box._incidents.value
+    assert "was refused" not in desk.head() and desk.buttons == [] and "is being recovered" in desk.box._incidents.value
     desk.until(lambda: desk.head().endswith("1 incident"))
     assert desk.lab.current.state is RunState.RUNNING and desk.buttons == []
     shown = plain(desk.box._incidents.value)
