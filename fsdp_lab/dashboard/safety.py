@@ -314,7 +314,7 @@ def incidents_list(incidents: Sequence[Incident], state: RunState) -> str:
         return f'<div class="fsdp-soft">{NO_INCIDENT}</div>'
     lines = [f"<b>step {incident.step:,}</b> · {prose(incident.words)}" for incident in incidents[: -SHOWN - 1 : -1]]
     if incidents[-1].resumed_step is None:
-        unfinished = "The run ended before it resumed." if state.over else "The first step is under way."
+        unfinished = "The run ended before it resumed." if state.over else "The other ranks are freed."
         lines[0] += f" {UNFINISHED.get(state.value, unfinished)}"
     return _lines(lines, len(incidents))
 

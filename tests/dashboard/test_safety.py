@@ -255,7 +255,8 @@ def test_incidents_are_told_newest_first() -> None:
     known = incident(9, failed_unix_s=99.0, resumed_unix_s=103.0, source=REPLICA, resumed_step=8, resumed_ranks=2)
     shown = incidents_list([*(incident(n) for n in range(4)), known], RunState.RUNNING)
     assert re.findall(r"<b>step (\d+)</b>", shown) == ["9", "3", "2"] and "and 2 before" in shown
-    assert "It resumed from a replica at step 8, repeating 1 steps, 4.0 s later." in shown
+    assert "It resumed from a replica at step 8, repeating 1 step, 4.0 s later." in shown
+    assert incidents_list([incident(7)], RunState.RUNNING).endswith(". The other ranks are freed.</div>")
     shown = incidents_list([incident(7)], RunState.BROKEN)
     assert "was &lt;ended&gt; at" in shown and shown.endswith(". The run waits for Recover or Stop.</div>")
     assert incidents_list([], RunState.STARTING).startswith('<div class="fsdp-soft">No rank has failed')
