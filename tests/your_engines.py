@@ -149,6 +149,7 @@ _WRONG: list[tuple[str, type, dict[str, Callable[..., Any]], str]] = [
      r"returned a tensor of .* elements, not part \d of 2 of unit\.params"),
     ("zero1", Zero1, {"shard": lambda self, unit: Zero1.shard(self, unit)[:-2].clone()}, r"not part \d of 2"),
     ("zero1", Zero1, {"shard": lambda self, unit: Zero1.shard(self, unit).bfloat16()}, "in float32"),
+    ("zero1", Zero1, {"shard": lambda self, unit: Zero1.shard(self, unit).to("meta")}, "in float32 on cpu"),
     ("zero1", Zero1, {"gather": lambda self, unit: hasattr(unit, "work") or self.fill(unit, torch.cat(parts_of_all(unit)))},
      "of step 1 makes .* is stale, as of before the call"),
     ("zero1", Zero1, {"gather": lambda self, unit: self.fill(unit, torch.cat(parts_of_all(unit)[::-1]))},

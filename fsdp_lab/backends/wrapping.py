@@ -99,7 +99,8 @@ def name_fsdp1_unit(name: str, handle: Any, context: WireContext | None) -> None
 
 
 def _wrap(owner: Any, method: str, around: ContextDecorator) -> None:
-    if hasattr(owner, method) and method not in vars(owner):  # otherwise it is wrapped
+    vars(owner).pop(method, None)  # of an earlier wire
+    if hasattr(owner, method):
         setattr(owner, method, around(getattr(owner, method)))
 
 

@@ -148,12 +148,13 @@ def take_shard(engine: YourEngine, unit: YourUnit, *, replicated: bool) -> tuple
     rank, world_size = (0, 1) if replicated else (unit.rank, unit.world_size)
     wholes = torch.split(values, [sum(group) for group in groups])
     right = [F.pad(whole, (0, -len(whole) % world_size)).chunk(world_size)[rank] for whole in wholes]
-    flats = [t.view(-1) for t in tensors if t.is_contiguous() and t.dtype == torch.float32]
+    like = [t for t in tensors if t.is_contiguous() and (t.dtype, t.device) == (torch.float32, values.device)]
+    flats = [t.view(-1) for t in like]
     is_right = len(flats) == len(right) and all(map(torch.equal, flats, right))
     if not is_right or (replicated and {t.data_ptr() for t in flats} != {p.data_ptr() for p in unit.params}):
         what, hint = "the memory of unit.params, which no_shard never gathers", "return unit.params"
         if not replicated:
-            what = f"part {rank} of {world_size} of unit.params in float32"
+            what = f"part {rank} of {world_size} of unit.params in float32 on {values.device}"
             hint = "join them flat, pad with zeros to a multiple of world_size, and return a clone of chunk number rank"
         raise engine.mistake("shard", unit, "", f"returned {told(unit.shard)}, not {what}", hint)
     return flats, [_within(rank * len(t), len(t), group) for t, group in zip(flats, groups, strict=True)]

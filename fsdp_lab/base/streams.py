@@ -41,9 +41,9 @@ class Streams:
         """Within it that stream is current."""
         return torch.cuda.stream(stream)
 
-    def host_memory(self, numel: int, dtype: torch.dtype, *, pinned: bool = True) -> Tensor:
-        """[numel], uninitialised, on the host; to and from pinned memory copies are queued, others wait."""
-        return torch.empty(numel, dtype=dtype, pin_memory=pinned)
+    def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel], uninitialised, on the host and pinned, so that copies to and from it are queued."""
+        return torch.empty(numel, dtype=dtype, pin_memory=True)
 
     def holds(self, tensor: Tensor) -> bool:
         """Returns whether a tensor is in the device's memory."""

@@ -264,11 +264,11 @@ def _on_one(at: Place) -> Iterator[BenchPart]:
 
 def chosen(all_parts: Sequence[BenchPart], only: str | None) -> tuple[BenchPart, ...]:
     """The parts whose names begin with one of a comma-separated list; all without one. Raises ArgumentError."""
-    wanted = ("",) if only is None else tuple(map(str.strip, only.split(",")))
-    for name in wanted:
-        if only is not None and not (name and any(part.name.startswith(name) for part in all_parts)):
-            hint = f"choose from {', '.join(part.name for part in all_parts)}"
-            raise ArgumentError("--only", f"there is no part {name!r}", hint)
+    wanted = ("",) if only is None else tuple(name.strip() for name in only.split(",") if name.strip())
+    unknown = [name for name in wanted if not any(part.name.startswith(name) for part in all_parts)]
+    if unknown or not wanted:
+        hint = f"choose from {', '.join(part.name for part in all_parts)}"
+        raise ArgumentError("--only", f"there is no part {[*unknown, only][0]!r}", hint)
     return tuple(part for part in all_parts if part.name.startswith(wanted))
 
 
@@ -348,7 +348,9 @@ def facts(at: Place) -> Iterator[tuple[str, str]]:
 
 def _commit() -> str:
     """The commit of the clone that this is, with a plus if files were changed; "" if it is none."""
-    if not (REPOSITORY / ".git").exists():
-        return ""
     git = ["git", "-C", str(REPOSITORY), "describe", "--always", "--exclude=*", "--dirty=+"]
-    return f" (commit {subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()})"
+    try:
+        said = subprocess.run(git, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return f" (commit {said.stdout.strip()})" if said.returncode == 0 and (REPOSITORY / ".git").exists() else ""

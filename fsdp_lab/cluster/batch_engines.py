@@ -109,7 +109,7 @@ class SlurmEngines(HostEngines):
                     stage = f"job {self._job} is {state.lower() or 'submitted'} ({reason})"
                     self._report_stage(stage, 0, self._asked.hosts)
         granted = re.search(r"Granted job allocation (\d+)", asked.error_text)
-        if granted is None:
+        if granted is None or asked.process.returncode:  # a granted job is revoked if its hosts do not become ready
             lines = [line.partition("error:")[2].strip() or line for line in asked.error_text.splitlines()]
             raise StartError(f"Slurm refuses the job: {lines[-1] if lines else 'salloc says nothing'}")
         self._job = granted.group(1)

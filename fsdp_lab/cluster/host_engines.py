@@ -34,6 +34,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 from fsdp_lab.base import __version__
 from fsdp_lab.base.process import MARK, marked
 from fsdp_lab.cluster import StartError, host_script
@@ -193,7 +195,7 @@ class HostEngines(LocalEngines, ABC):
         self._asked, self._report_stage, self._variables = hosts, report, dict(order.environment)
         self._hosts: dict[str, RankHost] = {}
         self._unreached_s: dict[str, float] = {}  # by host, when it did not answer, on the monotonic clock
-        self._exits: dict[tuple[str, int], int] = {}  # exit codes, by the host's id and the pid
+        self._exits: dict[tuple[str, int], int | None] = {}  # exit codes (None: unknown), by the host's id and the pid
         self._logs: dict[tuple[str, int], str] = {}
         self._endpoint: Endpoint | None = None  # of the controller, as the hosts reach it; None: through tunnels
         self.notes: tuple[str, ...] = ()
@@ -383,14 +385,18 @@ class HostEngines(LocalEngines, ABC):
     def _read_end(self, process: EngineProcess) -> None:
         """Asks its host how an engine has ended, unless that is known, or the host has just not answered."""
         host, key = self._host_of(process), (process.host_id, process.pid)
-        if host is None or key in self._exits or self._has_not_answered(host):
-            return
-        said = self.shell.script([host.name], "status", POST_MORTEM_S, token=self.token)[host.name]
-        if said.failure:
-            self._unreached_s[host.name] = time.monotonic()
-            return
-        self._exits |= {(host.id, int(pid)): code for pid, code in said.value["exits"].items()}
-        self._logs |= {(host.id, int(pid)): log for pid, log in said.value["logs"].items()}
+        deadline = time.monotonic() + POST_MORTEM_S
+        while host is not None and key not in self._exits and not self._has_not_answered(host):
+            said = self.shell.script([host.name], "status", POST_MORTEM_S, token=self.token)[host.name]
+            if said.failure:
+                self._unreached_s[host.name] = time.monotonic()
+                return
+            self._exits |= {(host.id, int(pid)): code for pid, code in said.value["exits"].items()}
+            self._logs |= {(host.id, int(pid)): log for pid, log in said.value["logs"].items()}
+            if process.pid in said.value["running"]:
+                return
+            if time.monotonic() > deadline:  # its agent has ended too; until then it may not have noticed yet
+                self._exits.setdefault(key, None)
 
     def _end_all(self) -> bool:
         if self._hosts:  # on one that does not answer the agent ends them
@@ -496,7 +502,10 @@ class SshEngines(HostEngines):
         """Raises StartError."""
         numbers = [v for value in self._connection.values() for v in (value if isinstance(value, list) else [value])]
         ports = sorted({v for v in numbers if isinstance(v, int) and not isinstance(v, bool)})
-        running = [process.cmdline() for process in marked(self.token)]  # also those of a former kernel
+        running = []
+        for process in marked(self.token):  # also those of a former kernel
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                running.append(process.cmdline())
         new = [name for name in names if not any("-R" in words and words[-1] == name for words in running)]
         opened = {name: self.shell.tunnel(name, ports, {MARK: self.token}, self._asked.cut_s) for name in new}
         self._tunnels = {**self._tunnels, **opened}

@@ -341,12 +341,7 @@ def leave() -> None:
         former.close()
 
 
-def ping() -> int:
-    """Only shows that this engine answers."""
-    return os.getpid()
-
-
-_LIFE = (describe, hardware, load, host, join, attach, leave, ping)
+_LIFE = (describe, hardware, load, host, join, attach, leave)
 _NETWORK, _CODE = (open_endpoints, reach, close_endpoints), (receive, receive_modules)
 ACTIONS: Mapping[str, Callable[..., Any]] = {f.__name__: f for f in (*_LIFE, *_NETWORK, *_CODE)}
-ANY_OWNER = ("describe", "hardware", "load", "ping")
+ANY_OWNER = ("describe", "hardware", "load")

@@ -114,10 +114,10 @@ class SafetyBox(InputForm):
         incidents = run.incidents if run is not None else ()
         put(self._incidents, "value", incidents_list(incidents, run.state if run is not None else RunState.STARTING))
         waits = run is not None and run is self._lab.current and can_recover(run)
+        self._complaint = self._complaint if waits else ""
         for button, visible in ((self._same, waits), (self._fewer, waits and len(self._lab.lost) > 0)):
             put(button.layout, "visibility", "visible" if visible else "hidden")  # the layout stays as it is
         if run is None or not (run.state is RunState.RECOVERING or can_recover(run)):
-            self._complaint = ""
             count = plural(len(incidents), "incident") if incidents else "no incident"
             recovery = f"recovery: {'automatic' if self._how.value == 'auto' else self._how.value}"
             parts = (self._saving.summary, self._evaluation.summary, recovery, count)
@@ -314,7 +314,7 @@ def incidents_list(incidents: Sequence[Incident], state: RunState) -> str:
         return f'<div class="fsdp-soft">{NO_INCIDENT}</div>'
     lines = [f"<b>step {incident.step:,}</b> · {prose(incident.words)}" for incident in incidents[: -SHOWN - 1 : -1]]
     if incidents[-1].resumed_step is None:
-        unfinished = "The run ended before it resumed." if state.over else "The first step is under way."
+        unfinished = "The run ended before it resumed." if state.over else "The other ranks are freed."
         lines[0] += f" {UNFINISHED.get(state.value, unfinished)}"
     return _lines(lines, len(incidents))
 

@@ -42,7 +42,8 @@ class SlowMotionBox(InputForm):
         super().__init__()
         self._lab = lab
         self._wanted = wanted
-        self._jobs: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()  # the worker ends at None
+        self._jobs: queue.SimpleQueue[tuple[int, Callable[[], Any]] | None] = queue.SimpleQueue()  # None: the last
+        self._turn = 0  # jobs of an earlier one are dropped
         self._paused = threading.Event()  # Play sets it free
         self._paused.set()
         self._busy = ""  # what is waited for, as a sentence
@@ -74,27 +75,30 @@ class SlowMotionBox(InputForm):
     def next(self) -> None:
         """Advances one phase, and ends playing."""
         self._paused.set()
-        self._jobs.put(self._advance)
+        self._jobs.put((self._turn, self._advance))
 
     def play(self) -> None:
         """Advances phase after phase until the step is over, or pauses that."""
         if self._paused.is_set():
             self._paused.clear()
-            self._jobs.put(self._go_on)
+            self._jobs.put((self._turn, self._go_on))
         else:
             self._paused.set()
+            self._turn += 1
 
     def stop(self) -> None:
         """Lets the step run to its end, on a thread of its own, because the worker may wait in a long phase."""
         self._paused.set()
+        self._turn += 1
         if (slow := self._current()) is not None and not slow.closed:
             self._busy = "The step runs to its end."
             self.ask_lab(lambda: self._do(slow.close))
 
     def _work(self) -> None:
-        for job in iter(self._jobs.get, None):
-            self.say("")
-            self._do(job)
+        for turn, job in iter(self._jobs.get, None):
+            if turn == self._turn:
+                self.say("")
+                self._do(job)
 
     def _do(self, job: Callable[[], Any]) -> None:
         self.attempt(job)  # a refusal or a lost rank is said
@@ -116,10 +120,13 @@ class SlowMotionBox(InputForm):
             slow = self._lab.slow_motion(self._wanted())
             self.say(text)
         self._slow = slow
-        return next(slow, None) is not None
+        goes_on = next(slow, None) is not None
+        self._turn += not goes_on
+        return goes_on
 
     def say(self, text: str, *, wrong: bool = False) -> None:
         self._text, self._failed = text, wrong
+        self._turn += wrong
 
     def tick(self) -> None:
         """Draws what is new. Never waits for a rank."""

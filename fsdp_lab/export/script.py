@@ -374,12 +374,16 @@ def own_code(workload: Workload) -> str:
 
 
 def check_names(script: str) -> None:
-    """Raises SpecError if two statements of a script define one name in two ways; imports count as alike."""
+    """Raises SpecError if two statements of a script define one name in two ways, or import it from two places."""
     meant: dict[str, str] = {}
     for node in ast.parse(script).body:
-        text = ast.unparse(node)
-        meaning = "" if isinstance(node, (ast.Import, ast.ImportFrom)) else text
-        for symbol in symtable.symtable(text, "script", "exec").get_symbols():
-            name = symbol.get_name()
-            if (symbol.is_assigned() or symbol.is_imported()) and meant.setdefault(name, meaning) != meaning:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            home = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            tops = [(a, a.name if a.asname or home else a.name.partition(".")[0]) for a in node.names]
+            defined = {a.asname or top: home + top for a, top in tops}
+        else:
+            symbols = symtable.symtable(text := ast.unparse(node), "script", "exec").get_symbols()
+            defined = {s.get_name(): text for s in symbols if s.is_assigned() or s.is_imported()}
+        for name, meaning in defined.items():
+            if meant.setdefault(name, meaning) != meaning:
                 raise SpecError("workload.model", f"{name} has two meanings in a script", f"rename it, {SPEC_INSTEAD}")

@@ -11,7 +11,6 @@ Neither torch nor transformers is imported.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 import os
@@ -189,7 +188,8 @@ class FolderImages:
         self._facts = facts
         self._entries = _entries(folder, facts)
         decoded_bytes = facts.channels * math.prod(facts.image_pixels)
-        self._decoded = functools.lru_cache(_CACHE_BYTES // decoded_bytes)(self._decode)
+        self._most_kept = _CACHE_BYTES // decoded_bytes
+        self._kept: dict[int, Bytes] = {}  # as many as fit; the last ones would all be missed by who reads in order
         self.count = len(self._entries)
         names = "\n".join(str(path.relative_to(Path(folder).expanduser())) for path, _ in self._entries)
         self.fingerprint = hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
@@ -198,9 +198,13 @@ class FolderImages:
     def image(self, index: int) -> tuple[Pixels, int]:
         """Returns (channels, height, width) between -1 and 1, and the class. Raises SpecError for an unreadable file."""
         path, label = self._entries[index]
-        return self._decoded(path).astype(np.float32) / np.float32(127.5) - np.float32(1), label
+        if (decoded := self._kept.get(index)) is None:
+            decoded = self._decode(path)
+            if len(self._kept) < self._most_kept:
+                self._kept[index] = decoded
+        return decoded.astype(np.float32) / np.float32(127.5) - np.float32(1), label
 
-    def _decode(self, path: Path) -> npt.NDArray[np.uint8]:
+    def _decode(self, path: Path) -> Bytes:
         from PIL import Image, ImageOps
 
         assert self._facts.image_pixels is not None

@@ -10,6 +10,7 @@ experts that a file has one by one, is refused.
 
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import product
@@ -169,7 +170,7 @@ def smallest_patterns(wanted: Collection[str], names: Iterable[str]) -> list[str
         words = name.split(".")
         prefixes = (".".join(words[:count]) + "." for count in range(1, len(words)))
         prefix = next((p for p in prefixes if not any(other.startswith(p) for other in others)), None)
-        patterns[name if prefix is None else f"{prefix}*"] = None
+        patterns[glob.escape(name) if prefix is None else f"{glob.escape(prefix)}*"] = None
     return list(patterns)
 
 

@@ -36,6 +36,7 @@ from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset, StepTrace
 from fsdp_lab.wire import Collective, WireContext, across, exposed, traffic
 
+GUARD_CHARACTERS = 200  # kept of one
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -59,7 +60,7 @@ class Recompilations:
         again = [why for i, why in found.items() if i not in self._known and not i.endswith("/0")]
         self._known |= found.keys()
         lines = (why.partition("\n")[0].partition("(HINT")[0] for why in again)
-        return tuple(" ".join(re.sub(r"^\d+/\d+: ", "", line).split()) for line in lines)
+        return tuple(" ".join(re.sub(r"^\d+/\d+: ", "", line).split())[:GUARD_CHARACTERS] for line in lines)
 
 
 StepReader = Callable[[], dict[str, Any]]  # returns the measurements of a step, by the fields of its `StepEvent`

@@ -172,6 +172,7 @@ class WhatIf(anywidget.AnyWidget):
         self._left = self._asked = self._shown = 0
         self._searching = self._closed = False
         self._said = ""  # instead of the usual status
+        self._chosen: Mapping[str, Any] = {}  # what is answered now
         self._found: tuple[Question, Search] | None = None
         self._answer = Answer.of(first).with_curve()
         self.choices: Choices[Question] = Choices(first, check=Answer.of)
@@ -265,18 +266,17 @@ class WhatIf(anywidget.AnyWidget):
             log.exception("the what-if page failed")
             failure = f"It failed: {type(e).__name__}: {e}"
         with self._changed:
-            self._said = failure
+            self._said, self._chosen = failure, {}
             self._show()
             self._left -= 1
             self._changed.notify_all()
 
     def _choose(self, changes: Callable[[], Mapping[str, Any]], number: int) -> None:
         """Shows the prediction first, and the curve if nothing else was asked by then."""
-        self._said = (
-            "The answer is computed."  # takes seconds for a model that is no preset: it is built without values
-        )
+        # This takes seconds for a model that is no preset: it is built without values.
+        self._said, self._chosen = "The answer is computed.", changes()
         self._show()
-        self.choices.choose(**changes())
+        self.choices.choose(**self._chosen)
         question = self.choices.wanted
         if question != self._answer.question:
             self._answer = Answer.of(question)
@@ -328,7 +328,8 @@ class WhatIf(anywidget.AnyWidget):
         return "Choose: the answer follows at once. Nothing is trained, and the hardware need not be here."
 
     def _field(self, f: FieldRow) -> dict[str, Any]:
-        now, value, p = self.choices.wanted, self.choices.value(f.name), self._answer.plan
+        now, p = self.choices.wanted, self._answer.plan
+        value = self._chosen.get(f.name, self.choices.value(f.name))
         tokens = offered(f, now, value)
         text = next((label for label, token in tokens if token == value), f.write(value))
         notes = {"per_host": plural(p.machine.hosts, "host"), "accumulate": f"{p.spec.global_batch:,} samples a step"}

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.base.errors import ArgumentError, FieldError, SpecError, check_whole
+from fsdp_lab.base.formatting import plural
 from fsdp_lab.cluster import ClusterError, RankError
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.host_script import STATE_PREFIX
@@ -92,7 +93,7 @@ class Incident:
         """The failure and the recovery, as text."""
         if self.resumed_step is None:
             return f"{self.sentence}."
-        repeated = f", repeating {self.lost_steps} steps" if self.lost_steps else ", repeating no step"
+        repeated = f", repeating {plural(self.lost_steps, 'step')}" if self.lost_steps else ", repeating no step"
         took = f", {self.seconds:.1f} s later" if self.seconds is not None else ""
         notes = "".join(f"; {note}" for note in self.notes)
         return f"{self.sentence}. It resumed from {self.source} at step {self.resumed_step}{repeated}{took}{notes}."

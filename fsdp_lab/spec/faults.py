@@ -114,7 +114,7 @@ class Fault:
         for name in d:
             if name not in names:
                 raise _invalid(name, "there is no such field", f"use {', '.join(names)}")
-        return cls(**d)
+        return cls(**{"kind": None, "ranks": None, **d})  # a missing field is refused as None is
 
 
 def _invalid(name: str, reason: str, hint: str) -> ArgumentError:

@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.bench import gpu
 from fsdp_lab.bench.gpu import FIGURES, BenchPart, Place, Record, chosen, listed
 from fsdp_lab.bench.plan import BenchError
@@ -49,8 +50,18 @@ def test_what_this_machine_cannot_run_is_skipped_with_the_reason() -> None:
     assert not any(two.values()) and list(two)[:2] == over_nccl, "first, where time is short"
     assert small["step-llama-1b"] == "its 3 forms take 55.2 GiB, and the GPU has 24.0 GiB"
     assert not small["step-gpt2-124m"]
-    names = [part.name for part in chosen(listed(Place()), "step,strat")]
+    names = [part.name for part in chosen(listed(Place()), "step, strat,")]
     assert names == ["strategies", "step-gpt2-1m", "step-llama-1m"], "by the beginnings of names"
+    with pytest.raises(ArgumentError, match="there is no part ','"):
+        chosen(listed(Place()), ",")
+
+
+def test_a_commit_that_git_does_not_tell_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".git").mkdir()
+    monkeypatch.setattr(gpu, "REPOSITORY", tmp_path)
+    assert gpu._commit() == "", "git fails"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu._commit() == "", "there is no git"
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def test_the_next_kernel_finds_ranks_that_were_busy_when_theirs_was_killed(tempo
 
         cluster.membership.engines.unpersist()  # type: ignore[union-attr]  # as a change of ranks does, while it lasts
         until(lambda: len(guardians(token)) == 1)
-        assert cluster.attached and cluster.call("ping") == cluster.pids and cluster.running
+        assert cluster.attached and [d["pid"] for d in cluster.call("describe")] == cluster.pids and cluster.running
 
         os.kill(cluster.pids[1], signal.SIGKILL)
         until(lambda: cluster.lost)

@@ -201,9 +201,10 @@ def test_a_run_that_waits_says_why_and_recover_goes_on_which_is_shown_while_it_l
     state = plain(desk.controls._state.value)
     assert state.startswith("broken See Safety below") and not desk.controls._stop.disabled
     assert desk.controls._pause.disabled and desk.controls._start.disabled and desk.saving._save.disabled
+    desk.box.say("An earlier press was refused.", wrong=True)
     desk.box._same.click()
     desk.until(lambda: desk.head().startswith("recovering"))
-    assert desk.buttons == [] and "is being recovered" in desk.box._incidents.value
+    assert "was refused" not in desk.head() and desk.buttons == [] and "is being recovered" in desk.box._incidents.value
     desk.until(lambda: desk.head().endswith("1 incident"))
     assert desk.lab.current.state is RunState.RUNNING and desk.buttons == []
     shown = plain(desk.box._incidents.value)
@@ -254,7 +255,8 @@ def test_incidents_are_told_newest_first() -> None:
     known = incident(9, failed_unix_s=99.0, resumed_unix_s=103.0, source=REPLICA, resumed_step=8, resumed_ranks=2)
     shown = incidents_list([*(incident(n) for n in range(4)), known], RunState.RUNNING)
     assert re.findall(r"<b>step (\d+)</b>", shown) == ["9", "3", "2"] and "and 2 before" in shown
-    assert "It resumed from a replica at step 8, repeating 1 steps, 4.0 s later." in shown
+    assert "It resumed from a replica at step 8, repeating 1 step, 4.0 s later." in shown
+    assert incidents_list([incident(7)], RunState.RUNNING).endswith(". The other ranks are freed.</div>")
     shown = incidents_list([incident(7)], RunState.BROKEN)
     assert "was &lt;ended&gt; at" in shown and shown.endswith(". The run waits for Recover or Stop.</div>")
     assert incidents_list([], RunState.STARTING).startswith('<div class="fsdp-soft">No rank has failed')

@@ -72,6 +72,19 @@ def test_play_ends_with_the_step_of_which_the_loss_is_said_and_next_begins_anoth
     desk.until(lambda: desk.index == 0 and desk.box._drawn.step == 1)
 
 
+def test_presses_that_wait_end_with_the_step(desk):
+    desk.begin()
+    for way_out in ("next", "stop"):
+        slow, desk.ranks.phase_s = desk.lab.slow, 0.05
+        for _ in range(3 if way_out == "stop" else 60):
+            desk.press("next")
+        desk.press(way_out)
+        desk.ranks.phase_s = 0.0
+        desk.until(lambda: "is over" in desk.said and desk.box._jobs.empty())
+        assert desk.lab.slow is slow, way_out
+        desk.begin()
+
+
 def test_another_backend_is_refused(desk):
     desk.controls.accept({"backend": "fsdp2"})
     run = desk.lab.run(desk.controls.choices.wanted)

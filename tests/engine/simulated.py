@@ -212,7 +212,7 @@ class SimulatedDevice(TorchDispatchMode):
         finally:
             self.current_stream = before
 
-    def host_memory(self, numel: int, dtype: torch.dtype, *, pinned: bool = True) -> Tensor:
+    def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
         with _disable_current_modes():
             made = torch.empty(numel, dtype=dtype)
         self._of(made, new=True).is_host = True

@@ -215,6 +215,8 @@ REFUSED: list[tuple[str, dict[str, str], str]] = [
      "workload.model: the source of build does not contain SCALE; define it inside"),
     ("def make_optimizer():\n    return Net()\n", {"build": "make_optimizer"},
      "workload.model: make_optimizer has two meanings in a script; rename it"),
+    ("from numpy import random\n\ndef build():\n    return Net() if random.rand() < 2 else None\n", {},
+     "workload.model: random has two meanings in a script; rename it"),
     ("samples = Samples()\n", {"Samples": "samples"},
      "workload.data: the source of Samples does not contain the state of this Samples"),
 ]  # fmt: skip

@@ -14,7 +14,9 @@ import pytest
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.cluster import StartError
 from fsdp_lab.cluster.assembly import StartProgress
+from fsdp_lab.cluster.batch_engines import SlurmEngines
 from fsdp_lab.cluster.cluster import Cluster
+from fsdp_lab.cluster.host_engines import started
 from fsdp_lab.cluster.hosts import Hosts, SlurmHosts
 from fsdp_lab.lab import Lab
 from tests.cluster.conftest import FAKE
@@ -112,6 +114,14 @@ def test_what_slurm_refuses_is_said(hosts) -> None:
         SlurmHosts(hosts=0)
 
 
+def test_a_job_that_is_granted_and_revoked_is_refused() -> None:
+    words = "echo 'salloc: Granted job allocation 7\nsalloc: error: Job allocation 7 has been revoked' >&2; exit 1"
+    asked = started(["bash", "-c", words], b"")
+    asked.process.wait()
+    with pytest.raises(StartError, match="Slurm refuses the job: Job allocation 7 has been revoked"):
+        SlurmEngines.__new__(SlurmEngines)._wait_in_queue(asked)
+
+
 def killed_kernel(persist_h: float) -> list[int]:
     """The pids of ranks whose kernel was killed."""
     words = [sys.executable, "-c", KERNEL, FAKE, str(persist_h)]
@@ -135,7 +145,7 @@ def test_a_job_stays_for_the_next_kernel(two: Site, slurm: Slurm, hosts) -> None
     pids, job = killed_kernel(1.0), slurm.jobs()
     with on(hosts(cut_s=5.0), persist=1) as cluster:
         assert cluster.attached and cluster.pids == pids and slurm.jobs() == job
-        assert [s.host for s in cluster.status()] == ["alpha", "beta"] and cluster.call("ping") == pids
+        assert [(d["host"], d["pid"]) for d in cluster.call("describe")] == [("alpha", pids[0]), ("beta", pids[1])]
         os.kill(cluster.pids[1], signal.SIGKILL)
         until(lambda: 1 in cluster.lost, 15, "the lost rank")
         assert cluster.lost[1].host == "beta" and "SIGKILL" in cluster.lost[1].reason

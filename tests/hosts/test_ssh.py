@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
+from unittest.mock import Mock
 
+import psutil
 import pytest
 
 from fsdp_lab.base.errors import ArgumentError
@@ -22,6 +24,8 @@ from fsdp_lab.cluster import RankLost, StartError
 from fsdp_lab.cluster.assembly import StartProgress
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.detached import detached_clusters
+from fsdp_lab.cluster.engines import EngineProcess
+from fsdp_lab.cluster.host_engines import HostAnswer, RankHost, SshEngines
 from fsdp_lab.cluster.hosts import SshHosts
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run, RunState
@@ -237,9 +241,26 @@ def test_ranks_move_to_hosts_and_back(hosts) -> None:
         assert (cluster.token, cluster.pids) == kept and not ended, "it was looked for first"
         with pytest.raises(ArgumentError, match="gpus_per_host"):
             cluster.move(hosts("beta", ranks_per_host=None, gpus_per_host=1))
-        assert cluster.call("ping") == cluster.pids and cluster.ranks == 2
+        assert [d["pid"] for d in cluster.call("describe")] == cluster.pids and cluster.ranks == 2
         cluster.move(None, 3)
         assert cluster.local and cluster.ranks == 3 and len({s.host for s in cluster.status()} - {"alpha", "beta"}) == 1
+
+
+def test_a_host_is_asked_again_how_an_engine_ended() -> None:
+    """Its agent looks at its engines now and then."""
+    engines, alpha = SshEngines.__new__(SshEngines), RankHost(name="alpha", id="a", pids={5})
+    said = [{"alpha": HostAnswer(value={"running": [], "exits": exits, "logs": {}})} for exits in ({}, {"5": -9})]
+    vars(engines).update(token="t", shell=Mock(), _hosts={"alpha": alpha}, _unreached_s={}, _exits={}, _logs={})
+    engines.shell.script.side_effect = said
+    assert engines.exit_code(EngineProcess(engine=0, pid=5, host_id="a")) == -9
+
+
+def test_a_process_that_ends_meanwhile_does_not_keep_tunnels_from_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone, ssh = Mock(cmdline=Mock(side_effect=psutil.NoSuchProcess(9))), Mock(cmdline=lambda: ["ssh", "-R", "alpha"])
+    monkeypatch.setattr("fsdp_lab.cluster.host_engines.marked", lambda token: [gone, ssh])
+    engines = SshEngines.__new__(SshEngines)
+    vars(engines).update(token="t", _connection={})
+    engines._open_tunnels(["alpha"])
 
 
 # -- software ----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from PIL import Image
 from transformers import ByT5Tokenizer
 
 from fsdp_lab.base.errors import SpecError
+from fsdp_lab.models import data
 from fsdp_lab.models.batches import Batches, Order, open_source
 from fsdp_lab.models.check import check
 from fsdp_lab.models.configs import resolve
@@ -158,15 +160,21 @@ IMAGES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
-def test_an_image_of_any_mode_has_the_same_shades(tmp_path: Path, channels: int) -> None:
+def test_an_image_of_any_mode_has_the_same_shades(
+    tmp_path: Path, channels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read in order, twice, by a reader that has room for two."""
     (tmp_path / "class").mkdir()
     for name, save in IMAGES.items():
         save(tmp_path / "class" / name)
     facts = dataclasses.replace(facts_of(resolve("vit-1m")), channels=channels)
+    monkeypatch.setattr(data, "_CACHE_BYTES", 2 * channels * SHADES.size)
+    monkeypatch.setattr(Image, "open", opened := Mock(wraps=Image.open))
     images = FolderImages(str(tmp_path), facts)
-    for i in range(images.count):
+    for i in [*range(images.count)] * 2:
         pixels, _ = images.image(i)
         assert pixels.shape[0] == channels and np.abs(pixels[0] + 1 - SHADES / 127.5).max() < 2.1 / 127.5
+    assert opened.call_count == 2 * images.count - 2
     with pytest.raises(SpecError, match="workload.data: the model has 2 channels, and images 1, 3 or 4"):
         FolderImages(str(tmp_path), dataclasses.replace(facts, channels=2))
 

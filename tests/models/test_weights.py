@@ -244,6 +244,7 @@ def test_the_smallest_patterns_have_nothing_that_is_loaded() -> None:
     assert smallest_patterns(["a.b.w", "a.b.v"], names) == ["a.b.*"]
     assert smallest_patterns(["a.b.w", "d.w"], names) == ["a.b.w", "d.*"]
     assert smallest_patterns(["a.b.w", "a.b.v", "a.c.w"], names) == ["a.*"]
+    assert smallest_patterns(["a[b].w", "c.w*"], ["a[b].w", "ab.w", "c.w*", "c.ww"]) == ["a[[]b].*", "c.w[*]"]
 
 
 def test_a_trained_bert_lacks_a_head_and_says_how_to_begin(minilm: Path) -> None:

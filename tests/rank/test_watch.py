@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,15 +24,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_lab import engine
+from fsdp_lab.backends.wrapping import name_fsdp2_unit
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.events import Role, StepEvent, Track
 from fsdp_lab.models.wrapping import blocks
 from fsdp_lab.rank import trainer as trainer_module
+from fsdp_lab.rank.measure import GUARD_CHARACTERS, Recompilations
 from fsdp_lab.rank.trainer import Trainer
 from fsdp_lab.rank.watch import loop as watch_module
 from fsdp_lab.rank.watch.loop import Watch, plain_host
 from fsdp_lab.spec.loops import WatchedLoop
 from fsdp_lab.spec.spec import Spec
+from fsdp_lab.wire import WireContext
 from tests.models.small import filled
 from tests.pool import Place, Pool
 from tests.rank.test_session import BACKENDS, DDP, running, session, spec as spec_of, trainer_of
@@ -252,6 +256,25 @@ def test_a_compiled_model_has_no_flops_and_says_so() -> None:
         train(watch, model, sgd, 1)
     (event,) = events_of(messages)
     assert event.flops == 0 and any(note.startswith("FLOPs are not counted") for note in messages[0]["begin"]["notes"])
+
+
+def test_units_are_named_on_the_wire_of_the_last_watch() -> None:
+    wires = [WireContext(), WireContext()]
+
+    class Group:
+        def unshard(self) -> list[str]:
+            return [wire._unit for wire in wires]
+
+    group = Group()
+    for wire in wires:
+        name_fsdp2_unit("h.0", [group], wire)
+    assert group.unshard() == ["", "h.0"]
+
+
+def test_of_a_guard_that_failed_the_beginning_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = SimpleNamespace(compile_id="0/1", recompile_reason="0/0: " + "x" * 10_000)
+    monkeypatch.setattr("torch._dynamo.utils.get_compilation_metrics", lambda: [compiled])
+    assert Recompilations().take() == ("x" * GUARD_CHARACTERS,)
 
 
 def test_several_optimizers_may_be_watched_and_none() -> None:

@@ -38,7 +38,11 @@ def page(whole):
 
 def field(page: WhatIf, name: str) -> dict[str, Any]:
     page.settle()
-    return next(f for group in page.state["groups"] for f in group["fields"] if f["name"] == name)
+    return field_of(page.state, name)
+
+
+def field_of(state: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(f for group in state["groups"] for f in group["fields"] if f["name"] == name)
 
 
 def press(page: WhatIf, kind: str, **content: Any) -> None:
@@ -103,6 +107,15 @@ def test_a_choice_is_answered_with_its_figures_and_its_curve(page):
     page.choose(world_size=64)  # what is chosen already is answered too
     page.settle()
     assert page.state["number"] > shown
+
+
+def test_a_value_stays_as_it_was_chosen_while_its_answer_is_computed(page):
+    page.settle()
+    shown: list[str] = []
+    page.observe(lambda _: shown.append(field_of(page.state, "hardware")["value"]), "state")
+    press(page, "choose", name="hardware", text="h100")
+    page.unobserve_all("state")
+    assert len(shown) > 1 and set(shown) == {"h100"}
 
 
 def test_a_text_of_the_page_is_a_label_or_a_value(page):

@@ -178,7 +178,7 @@ class FoundFSDP2(FSDP2Tensors, PlainModel):
         )
 
     def name_units(self, context: WireContext) -> None:
-        for name, m in self.module.named_modules():
+        for name, m in reversed([*self.module.named_modules()]):  # of a unit's modules the first names it
             name_fsdp2_unit(original_name(name) or ROOT, fsdp2._own_groups(m), context)
 
 
