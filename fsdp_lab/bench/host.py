@@ -34,11 +34,27 @@ OURS = ("lab", "lab-flat")  # lab-flat: its optimizer is given `sharded_paramete
 PEERS = ("ddp", "fsdp1", "fsdp2", *OURS)
 PLAIN, AGAIN = Form(name="plain", peer="plain", group="raw"), Form(name="lab-raw-again", peer="lab", group="raw")
 FORMS = (*(Form(name=f"{peer}-{group}", peer=peer, group=group) for group in ("raw", "wire") for peer in PEERS), AGAIN)
-# Parts of a file's path: the first place counts. What a built-in function takes is its caller's.
+# Parts of a file's path and function: the first place counts. What a built-in function takes is its caller's.
 PLACES: Mapping[str, Sequence[str]] = {
     "hooks": ("engine/hooks", "engine/runtime"),
-    "views": ("engine/flat", "engine/buffers", "engine/param", "flat_tensor", "dtensor", "distributed/tensor/"),
-    "gradients": ("engine/gradients", "engine/reduction"),
+    "gradients": tuple(
+        f"engine/buffer.py:{name}"
+        for name in (
+            "receive",
+            "collect",
+            "take",
+            "accumulate",
+            "advance",
+            "_reduce_scatter",
+            "_cut",
+            "_to_mean",
+            "landed",
+            "reduce",
+            "note",
+            "add_reduced",
+        )
+    ),
+    "views": ("engine/buffer", "engine/unit", "engine/extras/", "distributed/tensor/"),
     "wire": ("fsdp_lab/wire/", "distributed/distributed_c10d", "distributed/c10d_logger"),
     "optimizer": ("torch/optim/",),
     "other of ours": ("fsdp_lab/",),
@@ -140,8 +156,9 @@ def places(step: Callable[[Any], object], steps: int = 5) -> dict[str, float]:
         for _ in range(steps):
             step(profiler)
     stats: Mapping[Any, Any] = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
-    for (file, *_), (_, _, own_s, _, callers) in stats.items():
-        for path, s in [(caller[0], c[2]) for caller, c in callers.items()] if file == "~" else [(file, own_s)]:
+    for called, (_, _, own_s, _, callers) in stats.items():
+        for (file, _, name), s in [(by, c[2]) for by, c in callers.items()] if called[0] == "~" else [(called, own_s)]:
+            path = f"{file}:{name}"
             seconds[next(place for place, parts in PLACES.items() if any(part in path for part in parts))] += s
     return {place: s / sum(seconds.values()) for place, s in seconds.items()}
 

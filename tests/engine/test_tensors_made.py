@@ -43,8 +43,8 @@ def test_each_step_makes_as_many_tensors_and_keeps_none(flat: bool, foreach: boo
         assert not flat or counts[0] <= MOST_OF_A_UNIT * units
 
 
-@pytest.mark.xfail(strict=True, reason="gradients of single parameters are made anew when they are asked for")
 @pytest.mark.parametrize("foreach", [False, True])
-def test_a_settled_step_of_single_parameters_makes_no_tensor_for_any(foreach: bool, pool: Pool) -> None:
+def test_a_settled_step_of_single_parameters_makes_only_what_adamw_itself_does(foreach: bool, pool: Pool) -> None:
+    """A square root of each second moment, which it also divides where it goes by single tensors; no gradient."""
     for counts, _, _, parameters, _ in pool.run(made, 2, False, foreach):
-        assert max(counts) < parameters
+        assert max(counts) <= (1 if foreach else 2) * parameters
