@@ -112,12 +112,20 @@ def view_inputs(value: Any) -> tuple[Any, list[Tensor]]:
 
 class LeafOfSharded(nn.Parameter):
     """What stands for a sharded parameter while it is gathered, or did. Its gradient is that one's: what autograd leaves
-    here is taken at once. Writes to its `.data` count as writes to it."""
+    here is taken at once. Writes to its `.data` count as writes to it. An optimizer that it was given to cannot use it."""
 
     sharded: Any
+    given = False  # to an optimizer: who makes one asks for `is_leaf`
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        self.given = True
+        return True
 
     @property
     def grad(self) -> Tensor | None:
+        if self.given:
+            self.sharded.check_held(self)
         gradient: Tensor | None = self.sharded.grad
         return gradient
 

@@ -66,8 +66,8 @@ of FSDP2's have no counterpart: a backward gathers what it needs and frees all o
   multiply them by its own data; under FSDP2 each rank's shard gets that rank's own. A plain tensor beside a sharded one in
   an element-wise operation is taken to be equal on all ranks.
 - Random values are drawn whole, so equal seeds give what one process draws; replicas take the first one's.
-- Parameters that were taken between a forward and its backward have gradients, and an optimizer of them steps, but their
-  values read as NaN later; those from before `fully_shard` are empty.
+- Parameters that were taken between a forward and its backward have gradients, but their values read as NaN later, so an
+  optimizer of them is refused; those from before `fully_shard` are empty.
 
 What cannot be done raises a `ShardError`, which says what to do (errors.py, refusals.py).
 """

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab.engine.errors import ShardError, not_sharded
 from fsdp_lab.engine.extras import refusals
-from fsdp_lab.engine.extras.optimizers import watch_steps
+from fsdp_lab.engine.extras.optimizers import OptimizerGuard
 from fsdp_lab.engine.extras.ties import describe_ties, find_ties, untie
 from fsdp_lab.engine.flat import FlatBuffer, Use
 from fsdp_lab.engine.hooks import UnitHooks, unit_hooks
@@ -60,7 +60,8 @@ def fully_shard(
     - The optimizer is given `module.parameters()`, or, which is faster, `sharded_parameters(module)`: flat tensors, one for
       each buffer and optimizer group, by group from `parameter_groups(module)`. Where parameters go unused, call
       `split_unused(module, optimizer)` before a step of it.
-    - `requires_grad` of a parameter may be changed between steps; it counts from the next forward on.
+    - `requires_grad` of a parameter may be changed between steps; it counts from the next forward on. An optimizer that
+      lacks what is trained then is refused.
     - Parameters that the module held before are emptied: make optimizers, hooks on parameters and other references to them
       after sharding. The module cannot be copied, pickled, cast or moved afterwards.
     - Several forwards may wait for their backwards. A unit may be called by itself, also before the root, which is the
@@ -345,7 +346,8 @@ def _adopt(hooks: UnitHooks) -> Runtime:
     for refusal in refusals.of_root(units):
         raise ShardError(refusal)
     runtime = Runtime(hooks.unit, units)
-    watch_steps(runtime)
+    flats = [flat for unit in units for flat in unit.flats]
+    runtime.guard = OptimizerGuard(hooks.unit.modules, flats, {i for unit in units for i in unit.ignored}).look
     names = {module: name for name, module in root.named_modules()}
     for unit, h in inside.items():
         h.runtime, unit.name = runtime, names[unit.modules[0]]

@@ -21,12 +21,12 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp_lab.base.tensors import LeafOfSharded, take_gradient
 from fsdp_lab.engine.errors import ShardError, replaced
-from fsdp_lab.engine.extras.dtensor import FlatDTensor
 from fsdp_lab.engine.extras.flat_tensor import FlatTensor
+from fsdp_lab.engine.extras.optimizers import Steppable
 from fsdp_lab.engine.layout import Slot
 
 
-class ShardedParameter(FlatDTensor):
+class ShardedParameter(Steppable):
     """See the module."""
 
     _is_param = True  # by which torch recognises an nn.Parameter
@@ -39,6 +39,7 @@ class ShardedParameter(FlatDTensor):
         """The reduced gradient; with what autograd added to this tensor itself, as for a penalty on weights."""
         if self.flat.sharded[self.number] is not self:
             raise replaced(self.fqn)
+        self.note_read()
         own: Tensor | None = self.flat.gradients.gradient(self.number)
         return own
 
@@ -111,6 +112,19 @@ class ShardedParameter(FlatDTensor):
         slot: Slot = self.flat.layout.slots[self.number]
         return slot
 
+    @property
+    def place(self) -> tuple[Any, Hashable]:
+        return self.flat.gradients, self.slot.group
+
+    def check_held(self, gathered: Tensor) -> None:
+        """Raises ShardError where modules hold a gathered parameter no more, which has a gradient, and no values."""
+        module, attribute = self.flat.uses[self.number][0]
+        if module._parameters.get(attribute) is not gathered:
+            raise ShardError(
+                f"an optimizer was made while {self.fqn} was gathered, and has no values to step now; make it before the "
+                "forward, or after the backward"
+            )
+
     def __deepcopy__(self, memo: Any) -> FlatTensor:
         """A parameter of nobody's, with the values of now, such as an anchor to stay close to."""
         copy: Any = super().__deepcopy__(memo)
@@ -131,7 +145,7 @@ class UnshardedParameter(LeafOfSharded):
         return made
 
 
-class Region(FlatDTensor):
+class Region(Steppable):
     """See the module."""
 
     _is_param = True
@@ -139,10 +153,15 @@ class Region(FlatDTensor):
     group: Hashable
 
     @property
+    def place(self) -> tuple[Any, Hashable]:
+        return self.gradients, self.group
+
+    @property
     def grad(self) -> Tensor | None:
         """Raises ShardError where some of the region's parameters have a gradient, and others have none."""
         if self.gradients.regions[self.group] is not self:
             raise replaced("a part of it")
+        self.note_read()
         gradient: Tensor | None = self.gradients.gradient_of_region(self.group)
         return gradient
 

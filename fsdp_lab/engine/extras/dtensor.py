@@ -40,10 +40,13 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     if func._schema.is_mutable:
         _cut_what_is_written(args)
+    written = [t for t in _written(func, args, kwargs) if isinstance(t, FlatTensor)]
+    for t in written:
+        if t.given:
+            t.before_write(func._schema.name.removeprefix("aten::"))
     result = _run(func, args, kwargs)
-    written = [t.counted for t in _written(func, args, kwargs) if isinstance(t, FlatTensor)]
     if written:
-        torch.autograd.graph.increment_version(written)  # torch raises that of the wrapper alone
+        torch.autograd.graph.increment_version([t.counted for t in written])  # torch raises that of the wrapper alone
     return result
 
 

@@ -83,6 +83,7 @@ class FlatTensor(DTensor):
     flat_placement: FlatPlacement
     counted: Tensor
     norm_beside: Callable[[float, torch.dtype | None], Tensor] | None = None
+    given = False  # to an optimizer; then `before_write` is called with the names of operations that write to it
 
     @classmethod
     def of(cls, local: Tensor, shape: Sequence[int], placement: FlatPlacement, *, requires_grad: bool = False) -> Self:
@@ -121,6 +122,9 @@ class FlatTensor(DTensor):
     def plain(cls) -> type[FlatTensor]:
         """The class that knows torch's operations."""
         raise NotImplementedError
+
+    def before_write(self, name: str) -> None:
+        """Raises ShardError where an optimizer must not."""
 
     @property
     def __tensor_flatten__(self) -> Any:
@@ -221,7 +225,8 @@ def _beside_others(part: Tensor, fqn: str) -> Tensor:
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             with torch._C.DisableTorchFunctionSubclass():
-                return self.as_subclass(Tensor).__reduce_ex__(protocol)
+                plain: Any = self.as_subclass(Tensor)
+                return plain.__reduce_ex__(protocol)
 
     return part.as_subclass(Part)
 
