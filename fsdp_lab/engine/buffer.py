@@ -390,6 +390,8 @@ class FlatBuffer:
         dtype: of the gathered buffer.
     """
 
+    leaf: type[LeafOfSharded] = LeafOfSharded
+
     def __init__(
         self,
         values: Sequence[nn.Parameter],
@@ -460,7 +462,7 @@ class FlatBuffer:
         return made
 
     def _make_leaf(self, i: int) -> LeafOfSharded:
-        made = LeafOfSharded(self.freed(i).data, requires_grad=self.sharded[i].requires_grad)
+        made = self.leaf(self.freed(i).data, requires_grad=self.sharded[i].requires_grad)
         made.sharded = self.sharded[i]
         return made
 

@@ -97,6 +97,7 @@ class Runtime:
         self.streams = CommStreams.of(root.mesh.streams)
         self.watch: Watcher | None = None
         self.around: Around = lambda phase, unit: _NOTHING
+        self.guard: Callable[[], None] = lambda: None  # called at the end of each backward
         self._step, self._written = 0, -1  # of the optimizer: counted by how often it had written when a pass began
         self._forward: Pass | None = None  # the one under way
         self._backward: weakref.ref[Backward] | None = None  # the one under way; dead where an exception ended it
@@ -291,6 +292,7 @@ class Runtime:
             self._release()
         self._free_all()
         self._let_shards_change("end of the backward")
+        self.guard()
 
     # -- what the schedule names ------------------------------------------------------------------------------------
 

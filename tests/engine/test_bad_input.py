@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import itertools
 import re
@@ -20,7 +19,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributions import Normal
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fsdp_lab.engine import (
     MixedPrecisionPolicy,
@@ -583,29 +582,32 @@ def outputs_that_are_not_found(place: Place) -> None:
 
 
 def parameters_taken_while_gathered(place: Place) -> None:
-    """Between a forward and its backward a module holds gathered parameters. Afterwards they have gradients, by which an
-    optimizer steps, but no values."""
+    """Between a forward and its backward a module holds gathered parameters. Afterwards they have gradients, which may be
+    clipped, but no values, so an optimizer that has them cannot step."""
     for strategy in SHARDINGS:
         model, other = (by_block(make(), strategy=strategy) for _ in range(2))
         losses = [mean_square(m, batch(0, place.rank)) for m in (model, other)]
         taken = list(model.parameters())
-        late = torch.optim.SGD(taken, lr=0.1, momentum=0.9)
         slopes = torch.autograd.grad(losses[0], taken, retain_graph=True, allow_unused=True)
         assert sum(slope is not None for slope in slopes) > 2  # this rank's own
         for loss in losses:
             loss.backward()
-        usual = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
-        for parameters, optimizer in ((taken, late), (list(other.parameters()), usual)):
-            torch.nn.utils.clip_grad_norm_(parameters, 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
+        norms = [torch.nn.utils.clip_grad_norm_(parameters, 0.1) for parameters in (taken, other.parameters())]
+        assert norms[0] == norms[1]
+        for m in (model, other):
+            torch.optim.SGD(m.parameters(), lr=0.1).step()
         assert all(torch.equal(a, b) for (_, a), (_, b) in zip(full_state(model), full_state(other), strict=True))
         assert (taken[0].shape, taken[0].requires_grad) == ((WIDTH, WIDTH), True)
         assert strategy.sharding == "no_shard" or taken[0].isnan().all()
-        for m, optimizer in ((model, late), (other, usual)):  # and goes on
-            mean_square(m, batch(1, place.rank)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        model.zero_grad()
+        loss = mean_square(model, batch(0, place.rank))
+        late = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model.zero_grad()
+        loss.backward()
+        with refused(
+            "an optimizer was made while first.weight was gathered, .* make it before the forward, or after the"
+        ):
+            late.step()
         assert all(torch.equal(a, b) for (_, a), (_, b) in zip(full_state(model), full_state(other), strict=True))
         trains_on(model, place)
 
@@ -699,29 +701,65 @@ def test_shards_in_safetensors(pool: Pool, tmp_path: Path) -> None:
 
 
 def optimizer_from_before(place: Place) -> None:
-    model = make()
-    early = torch.optim.SGD(model.parameters(), lr=0.1)
-    by_block(model)
-    for _ in range(2):  # also where it sets its gradients to None between two steps
-        early.zero_grad()
+    """It is refused before it changes anything. Optimizers of others are left alone."""
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        model = make()
+        early: Any = kind(model.parameters(), lr=0.1)
+        by_block(model)
+        for _ in range(2):  # also where it sets its gradients to None between two steps
+            early.zero_grad()
+            step(model, place)
+            with refused(r"\w+.weight was sharded, and this is the parameter that the model had before; make the"):
+                early.step()
+        trains_on(model, place)
+        assert not _global_optimizer_pre_hooks and not _global_optimizer_post_hooks
+
+
+def unfrozen_later(place: Place) -> None:
+    """After an optimizer was made, which then lacks it. Who leaves out what is trainable, or has no gradients, may."""
+    for held in (sharded_parameters, lambda m: [p for p in m.parameters() if p.requires_grad]):
+        model: Any = make()
+        model.blocks[0].requires_grad_(False)
+        by_block(model)
+        optimizer = torch.optim.SGD(held(model)[1:], lr=0.1)
+        for _ in range(2):
+            step(model, place)
+            optimizer.step()
+            optimizer.zero_grad()
+        model.blocks[0].requires_grad_(True)
         step(model, place)
-        with refused(r"\w+.weight was sharded, and this is the parameter that the model had before; make the"):
-            early.step()
-    other = torch.optim.SGD(make().parameters(), lr=0.1)
-    trains_on(model, place)
-    other.step()  # others are left alone
-    assert not other._optimizer_step_pre_hooks
+        before = _plain_of(model)
+        with refused(
+            "blocks.0.norm.weight is trainable now, and was frozen when the optimizer was made, .* after changing"
+        ):
+            optimizer.step()
+        assert_equal(model, before)
+        model.blocks[0].zero_grad()
+        optimizer.step()
+        step(model, place)
+        torch.optim.SGD(held(model), lr=0.1).step()
+        trains_on(model, place)
 
 
-def hooks_of_optimizers_go_with_the_model(place: Place) -> None:
-    gc.collect()
-    before = len(_global_optimizer_pre_hooks)
+def beside_an_optimizer(place: Place) -> None:
+    """What is done with parameters while an optimizer steps regions, though another one has been made of them."""
     model = by_block(make())
+    torch.optim.AdamW(model.parameters())  # dropped
+    optimizer = torch.optim.AdamW(sharded_parameters(model), lr=0.1)
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for i in range(3):
+        step(model, place)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                average[name].mul_(0.9).add_(p, alpha=0.1)
+                assert p.grad.norm() <= 0.1
+                p.clamp_(-0.2, 0.2)
+                p.copy_(average[name])
+        if i:
+            optimizer.zero_grad()
     trains_on(model, place)
-    assert len(_global_optimizer_pre_hooks) == before + 1
-    del model
-    gc.collect()
-    assert len(_global_optimizer_pre_hooks) == before
 
 
 def two_views_of_the_same_values(place: Place) -> None:
@@ -739,7 +777,6 @@ def two_views_of_the_same_values(place: Place) -> None:
         step(model, place)
         with refused(says):
             both.step()
-        assert_equal(model, make())
     for order in (1, -1):
         model = by_block(make())
         one, other = [torch.optim.SGD(p, lr=0.1) for p in (sharded_parameters(model), model.parameters())][::order]

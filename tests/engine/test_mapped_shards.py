@@ -178,6 +178,7 @@ def written_after_a_gradient(place: Place, strategy: Strategy, twice: bool) -> l
     """Losses after parameters are written inside `unshard` between the two parts of a double backward, or after one that was
     abandoned; what a double backward needs is gathered then."""
     model, x = by_block(make(), strategy=strategy), batch(0, 0)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
     (first,) = torch.autograd.grad(model(x).square().mean(), [model.last.weight], create_graph=True)
     with unshard(model), torch.no_grad():
         for name, p in model.named_parameters():
@@ -187,7 +188,6 @@ def written_after_a_gradient(place: Place, strategy: Strategy, twice: bool) -> l
         first.square().sum().backward()
         model.zero_grad()
     del first
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
     for _ in range(4):
         loss = model(x).square().mean()
         loss.backward()

@@ -28,7 +28,7 @@ from fsdp_lab.engine.buffer import sharded_form
 from fsdp_lab.engine.collectives import ShardError
 from fsdp_lab.engine.extras import refusals
 from fsdp_lab.engine.extras.dtensor import FlatDTensor, restored
-from fsdp_lab.engine.extras.optimizers import watch_steps
+from fsdp_lab.engine.extras.optimizers import OptimizerGuard
 from fsdp_lab.engine.extras.parameters import Region, ShardedBuffer, ShardedParameter
 from fsdp_lab.engine.extras.ties import describe_ties, find_ties, untie
 from fsdp_lab.engine.hooks import UnitHooks, not_sharded, unit_hooks
@@ -66,7 +66,8 @@ def fully_shard(
     - The optimizer is given `module.parameters()`, or, which is faster, `sharded_parameters(module)`: flat tensors, one for
       each buffer and optimizer group, by group from `parameter_groups(module)`. Where parameters go unused, call
       `split_unused(module, optimizer)` before a step of it.
-    - `requires_grad` of a parameter may be changed between steps; it counts from the next forward on.
+    - `requires_grad` of a parameter may be changed between steps; it counts from the next forward on. An optimizer that
+      lacks what is trained then is refused.
     - Parameters that the module held before are emptied: make optimizers, hooks on parameters and other references to them
       after sharding. The module cannot be copied, pickled, cast or moved afterwards.
     - Several forwards may wait for their backwards. A unit may be called by itself, also before the root, which is the
@@ -134,7 +135,10 @@ def _adopt(hooks: UnitHooks) -> Runtime:
     for refusal in refusals.of_root(units_of(hooks.unit.modules[0])):
         raise ShardError(refusal)
     runtime = adopt_units(hooks)
-    watch_steps(runtime)
+    flats = [flat for unit in runtime.units for flat in unit.flats]
+    runtime.guard = OptimizerGuard(
+        runtime.root.modules, flats, {i for unit in runtime.units for i in unit.ignored}
+    ).look
     return runtime
 
 

@@ -38,13 +38,15 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"{func._schema.name} was given a sharded tensor, of which each rank holds other elements; gradients are the "
             "mean over the ranks already, and else give it to_local() or full_tensor()"
         )
-    if func._schema.is_mutable:
-        _cut_what_is_written(args)
+    if not func._schema.is_mutable:
+        return _run(func, args, kwargs)
+    _cut_what_is_written(args)
+    written = [t for t in _written(func, args, kwargs) if isinstance(t, FlatTensor)]
+    if written and written[0].given:
+        written[0].before_write(func._schema.name.removeprefix("aten::"), written)
     result = _run(func, args, kwargs)
-    for given in _writable(func, args, kwargs):
-        some = given if isinstance(given, (list, tuple)) else (given,)
-        if written := [t.counted for t in some if isinstance(t, FlatTensor)]:
-            torch.autograd.graph.increment_version(written)  # torch raises that of the wrapper alone
+    if written:
+        torch.autograd.graph.increment_version([t.counted for t in written])  # torch raises that of the wrapper alone
     return result
 
 

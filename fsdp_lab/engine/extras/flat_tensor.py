@@ -66,6 +66,7 @@ class FlatTensor(DTensor):
     flat_placement: FlatPlacement
     counted: Tensor
     norm_beside: Callable[[float, torch.dtype | None], Tensor | None] | None = None
+    given = False  # to an optimizer
 
     @classmethod
     def of(cls, local: Tensor, shape: Sequence[int], placement: FlatPlacement, *, requires_grad: bool = False) -> Self:
@@ -104,6 +105,9 @@ class FlatTensor(DTensor):
     def plain(cls) -> type[FlatTensor]:
         """The class that knows torch's operations."""
         raise NotImplementedError
+
+    def before_write(self, name: str, written: Sequence[FlatTensor]) -> None:
+        """Called before an operation of this name writes to what optimizers were given. Raises ShardError."""
 
     @property
     def __tensor_flatten__(self) -> Any:
@@ -206,7 +210,8 @@ def _beside_others(part: Tensor, fqn: str) -> Tensor:
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             with torch._C.DisableTorchFunctionSubclass():
-                return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+                plain: Any = self.as_subclass(Tensor)
+                return plain.__reduce_ex__(protocol)
 
     return part.as_subclass(Part)
 

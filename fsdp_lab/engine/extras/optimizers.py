@@ -1,100 +1,149 @@
-"""What optimizers step in place of parameters that were gathered, and what is refused to them: to step the same values
-twice, what came into a model after it was sharded, and what the model had before.
+"""What is refused to optimizers: to step the same values twice, what a model had before it was sharded, what came into it
+since, what was gathered, and to lack what was frozen when they were made.
 
-A parameter lies in a region too, and both show the same gradients (parameters.py). Nothing tells an optimizer what another
-one, or another of its own groups, was given, so torch's hooks around any optimizer's step look at both.
+Nothing tells a tensor who holds it. But who makes an optimizer asks each tensor whether it `is_leaf`, and a step reads its
+`grad` and adds to it. What is no tensor of ours is left a gradient that cannot be used.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator
-from functools import partial
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+import torch
+from torch import Tensor, nn
 
 from fsdp_lab.base.tensors import LeafOfSharded
-from fsdp_lab.engine.buffer import sharded_form
 from fsdp_lab.engine.collectives import ShardError
 from fsdp_lab.engine.extras.dtensor import FlatDTensor
-from fsdp_lab.engine.extras.parameters import Region, ShardedParameter
-from fsdp_lab.engine.runtime import Runtime
 
-Place = tuple[Any, Hashable]  # the `GradientBuffer`, and a group in it
-
-
-def watch_steps(runtime: Runtime) -> None:
-    """Watches the steps of optimizers, as long as the runtime is alive."""
-    before = partial(_before_step, weakref.ref(runtime))
-    for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(_after_step)):
-        weakref.finalize(runtime, handle.remove)
+# With what optimizers change parameters. Who clamps them, or puts averages in their place, does not add.
+_STEPS = ("add_", "sub_", "addcdiv_", "addcmul_")
 
 
-def _before_step(watched: weakref.ref[Runtime], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    _give_sharded(optimizer)
-    _check_once(optimizer)
-    runtime = watched()
-    plain = {id(p) for options in optimizer.param_groups for p in options["params"] if not isinstance(p, FlatDTensor)}
-    if runtime is not None and plain:
-        _check_sharded(runtime, plain)
+class Steppable(FlatDTensor):
+    """What an optimizer may be given: a parameter, or a region."""
 
+    gradients: Any  # the `ShardedGradients` that it is stepped by
+    group: Hashable
+    beside: Sequence[Any] = ()  # parameters that were frozen when optimizers were made, and have a gradient now
 
-def _give_sharded(optimizer: Optimizer) -> None:
-    """Gives an optimizer that was made between a forward and its backward the shards in place of what modules held then."""
-    for options in optimizer.param_groups:
-        taken = options["params"]
-        for i, p in enumerate(taken):
-            if isinstance(p, LeafOfSharded):
-                taken[i] = p.sharded
-                if p in optimizer.state:
-                    optimizer.state[p.sharded] = optimizer.state.pop(p)
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        self.given = True
+        return True
 
-
-def _check_sharded(runtime: Runtime, plain: set[int]) -> None:
-    """Raises ShardError where parameters with these ids were in the model, and would not be stepped; or came into it since,
-    and each rank would train its own."""
-    for flat in (flat for unit in runtime.units for flat in unit.flats):
-        for name, p in zip(flat.names, flat.originals, strict=True):
-            if id(p) in plain:
+    def before_write(self, name: str, written: Sequence[Any]) -> None:
+        """Raises ShardError where an optimizer lacks values, or steps what another form has stepped by these gradients."""
+        if not name.startswith("_fused_") and name.removeprefix("_foreach_") not in _STEPS:
+            return
+        done: tuple[Any, Hashable] = None, None
+        for t in written:
+            if not t.given or (t.gradients, t.group) == done or type(t) not in t.gradients.read_by:
+                continue
+            done = t.gradients, t.group
+            lacking = next(filter(_is_lacking, t.beside), None)
+            if lacking is not None:
                 raise ShardError(
-                    f"{name} was sharded, and this is the parameter that the model had before; make the optimizer, and "
-                    "other references to parameters, after fully_shard, from model.parameters()"
+                    f"{lacking.fqn} is trainable now, and was frozen when the optimizer was made, which lacks it; make the "
+                    "optimizer after changing requires_grad, from sharded_parameters(model) or model.parameters()"
                 )
-    ignored = frozenset[int]().union(*(unit.ignored for unit in runtime.units))
-    for name, p in (named for module in runtime.root.modules for named in module.named_parameters()):
-        if id(p) in plain and id(p) not in ignored and sharded_form(p) is None:
-            raise ShardError(
-                f"{name} came into the model after it was sharded, so each rank would train one of its own; put it there "
-                "before fully_shard, or pass it in ignored_params and reduce its gradient"
+            if t.gradients.stepped_as.setdefault(t.group, type(t)) is not type(t):
+                raise ShardError(
+                    f"{t.gradients.names[0]} and others would be stepped twice, in model.parameters() and in "
+                    "sharded_parameters(model), which are the same values; give optimizers one of the two"
+                )
+
+
+def _is_lacking(p: Any) -> bool:
+    return bool(p.requires_grad and not _is_given(p) and p.flat.gradients.has_gradient(p.number))
+
+
+def _is_given(p: Any) -> bool:
+    """Returns whether an optimizer was given a parameter, or the region that it is in."""
+    return bool(p.given or p.flat.gradients.regions[p.group].given)
+
+
+class Unusable(Tensor):
+    """A gradient that raises ShardError when an optimizer, or anybody, uses it."""
+
+    says: str
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def leave(cls, p: Tensor, says: str) -> None:
+        """Leave one in a parameter's `grad`."""
+        make: Any = Tensor._make_wrapper_subclass
+        p.grad = made = make(cls, p.shape, dtype=p.dtype, device=p.device)
+        made.says = says
+
+    @property
+    def is_sparse(self) -> bool:  # type: ignore[override]
+        """Asked by optimizers before they change anything."""
+        raise ShardError(self.says)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        lists = (a if isinstance(a, (list, tuple)) else [a] for a in args)
+        raise ShardError(next(t.says for some in lists for t in some if isinstance(t, cls)))
+
+
+class OptimizerGuard:
+    """Looks, at the end of each backward, for what an optimizer must not step, and for what it lacks.
+
+    Args:
+        modules: of the root.
+        flats: all buffers inside.
+        ignored: ids of parameters that the caller keeps equal on all ranks.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], flats: Sequence[Any], ignored: Collection[int]) -> None:
+        self._modules, self._flats, self._ignored = modules, flats, ignored
+        named = [(name, p) for flat in flats for name, p in zip(flat.names, flat.originals, strict=True)]
+        self._before = [(name, weakref.ref(p)) for name, p in named if p.requires_grad]
+        for flat in flats:
+            flat.originals = ()  # now they are those of other holders alone
+        self._seen: list[tuple[nn.Module, list[Any], int]] = []
+        self._later: list[tuple[str, nn.Parameter]] = []
+        self._frozen: list[tuple[Any, int]] | None = None
+
+    def look(self) -> None:
+        self._before = [(name, ref) for name, ref in self._before if ref() is not None]
+        for name, ref in self._before:
+            Unusable.leave(
+                ref(),  # type: ignore[arg-type]
+                f"{name} was sharded, and this is the parameter that the model had before; make the optimizer, and other "
+                "references to parameters, after fully_shard, from model.parameters()",
             )
+        for name, p in self._came_later():
+            if p.grad is not None:
+                Unusable.leave(
+                    p,
+                    f"{name} came into the model after it was sharded, so each rank would train one of its own; put it "
+                    "there before fully_shard, or pass it in ignored_params and reduce its gradient",
+                )
+        self._look_for_unfrozen()
 
+    def _came_later(self) -> list[tuple[str, nn.Parameter]]:
+        if not self._seen or any(
+            len(m._parameters) != n or list(m._modules.values()) != children for m, children, n in self._seen
+        ):
+            inside = [m for module in self._modules for m in module.modules()]
+            self._seen = [(m, list(m._modules.values()), len(m._parameters)) for m in inside]
+            named = [one for module in self._modules for one in module.named_parameters()]
+            ours = (FlatDTensor, LeafOfSharded)
+            self._later = [(n, p) for n, p in named if id(p) not in self._ignored and not isinstance(p, ours)]
+        return self._later
 
-def _check_once(optimizer: Optimizer) -> None:
-    """Raises ShardError where an optimizer would step values as parameters and as regions, or another one has stepped them
-    by the same gradients."""
-    forms: dict[Place, type] = {}
-    for (gradients, group), form, name in _given(optimizer):
-        stepped = gradients.stepped_as.get(group, form)
-        if form is not forms.setdefault((gradients, group), form) or form is not stepped:
-            raise ShardError(
-                f"{name} and others would be stepped twice, in model.parameters() and in sharded_parameters(model), which "
-                "are the same values; give optimizers one of the two"
-            )
-
-
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for gradients, group, form in {(*place, form) for place, form, _ in _given(optimizer)}:
-        slots = gradients.layout.slots
-        if any(gradients.has_gradient(i) for i, slot in enumerate(slots) if slot.group == group):
-            gradients.stepped_as[group] = form
-
-
-def _given(optimizer: Optimizer) -> Iterator[tuple[Place, type, str]]:
-    """Yields, of each tensor of an optimizer, its place, the class of what was given, and a name."""
-    for p in (p for options in optimizer.param_groups for p in options["params"]):
-        if isinstance(p, Region):
-            yield (p.gradients, p.group), Region, p.gradients.names[0]
-        elif isinstance(p, ShardedParameter):
-            yield (p.flat.gradients, p.slot.group), ShardedParameter, p.fqn
+    def _look_for_unfrozen(self) -> None:
+        if self._frozen is None:
+            inside = [(flat, i) for flat in self._flats for i in range(len(flat.sharded))]
+            if any(_is_given(flat.sharded[i]) for flat, i in inside):
+                still = ((flat, i, flat.sharded[i]) for flat, i in inside)
+                self._frozen = [(flat, i) for flat, i, p in still if not p.requires_grad and not _is_given(p)]
+            return
+        lacking = [p for p in (flat.sharded[i] for flat, i in self._frozen) if _is_lacking(p)]
+        if lacking:  # who is asked looks again: they may be given, or frozen, until then
+            for t in (t for flat in self._flats for t in (*flat.sharded, *flat.gradients.regions.values())):
+                t.beside = lacking

@@ -20,16 +20,17 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fsdp_lab.base.tensors import take_gradient
+from fsdp_lab.base.tensors import LeafOfSharded, take_gradient
 from fsdp_lab.engine.buffer import FlatBuffer, Gradients
 from fsdp_lab.engine.collectives import ShardError, Storage
 from fsdp_lab.engine.extras.dtensor import FlatDTensor, Norms
 from fsdp_lab.engine.extras.flat_tensor import FlatPlacement, FlatTensor
+from fsdp_lab.engine.extras.optimizers import Steppable
 from fsdp_lab.engine.layout import Layout, Slot
 from fsdp_lab.engine.mesh import ShardMesh
 
 
-class ShardedParameter(FlatDTensor):
+class ShardedParameter(Steppable):
     """See the module."""
 
     _is_param = True  # by which torch recognises an nn.Parameter
@@ -43,6 +44,8 @@ class ShardedParameter(FlatDTensor):
         flat, number = self.flat, self.number
         if flat.sharded[number] is not self:
             raise _replaced(self.fqn)
+        if self.given:
+            flat.gradients.read_by.add(ShardedParameter)
         return flat.gradients.gradient(number)
 
     @grad.setter
@@ -113,6 +116,15 @@ class ShardedParameter(FlatDTensor):
     def slot(self) -> Slot:
         return self.flat.layout.slots[self.number]
 
+    def check_held(self, gathered: Tensor) -> None:
+        """Raises ShardError where modules hold a gathered parameter no more, which has a gradient, and no values."""
+        module, attribute = self.flat.uses[self.number][0]
+        if module._parameters.get(attribute) is not gathered:
+            raise ShardError(
+                f"an optimizer was made while {self.fqn} was gathered, and has no values to step now; make it before the "
+                "forward, or after the backward"
+            )
+
     def __deepcopy__(self, memo: Any) -> FlatTensor:
         """A parameter of nobody's, with the values of now, such as an anchor to stay close to."""
         copy: Any = super().__deepcopy__(memo)
@@ -120,19 +132,42 @@ class ShardedParameter(FlatDTensor):
         return cast(FlatTensor, copy)
 
 
-class Region(FlatDTensor):
+class UnshardedParameter(LeafOfSharded):
+    """What modules hold while their unit is gathered: a leaf of autograd, which an optimizer cannot use."""
+
+    given = False  # to an optimizer: who makes one asks for `is_leaf`
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        self.given = True
+        return True
+
+    @property
+    def grad(self) -> Tensor | None:
+        if self.given:
+            self.sharded.check_held(self)
+        gradient: Tensor | None = self.sharded.grad
+        return gradient
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self.sharded.grad = value
+
+
+class Region(Steppable):
     """See the module."""
 
     _is_param = True
-    gradients: ShardedGradients  # that made it
-    group: Hashable
 
     @property
     def grad(self) -> Tensor | None:
         """Raises ShardError where some of the region's parameters have a gradient, and others have none."""
         if self.gradients.regions[self.group] is not self:
             raise _replaced("a part of it")
-        return self.gradients.gradient_of_region(self.group)
+        if self.given:
+            self.gradients.read_by.add(Region)
+        gradient: Tensor | None = self.gradients.gradient_of_region(self.group)
+        return gradient
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -162,6 +197,7 @@ class ShardedBuffer(FlatBuffer):
 
     gradients: ShardedGradients
     sharded: list[ShardedParameter]
+    leaf = UnshardedParameter
 
     def _make_gathered(self) -> Storage:
         if not self.is_mapped:
@@ -182,6 +218,7 @@ class ShardedBuffer(FlatBuffer):
         placement = self.gradients.placements[i]
         made = ShardedParameter.of(self.own_part(i), self.layout.slots[i].shape, placement, requires_grad=requires_grad)
         made.flat, made.number, made.seen = self, i, []
+        made.gradients, made.group = self.gradients, self.layout.slots[i].group
         if made.is_floating_point() or made.is_complex():
             made.take_own_gradients()
         return made
@@ -213,9 +250,8 @@ class ShardedGradients(Gradients):
         self._viewed: Tensor | None = None
         self._region_views: dict[Hashable, FlatDTensor] = {}  # of `_viewed_regions`
         self._viewed_regions: Tensor | None = None
-        self.stepped_as: dict[
-            Hashable, type
-        ] = {}  # by group: the form in which an optimizer stepped by these gradients
+        self.read_by: set[type] = set()  # the forms in which optimizers have read these gradients
+        self.stepped_as: dict[Hashable, type] = {}  # by group: the form in which one stepped by them
         layout, mesh = self.layout, self.mesh
         self._own = [layout.in_shard(slot, mesh.shard_rank) for slot in layout.slots]
         cuts = sorted({0, layout.shard_numel, *(end for own in self._own for end in own)})
@@ -236,11 +272,11 @@ class ShardedGradients(Gradients):
 
     def clear(self) -> None:
         super().clear()
-        self._given, self._apart, self.stepped_as = {}, set(), {}
+        self._given, self._apart, self.read_by, self.stepped_as = {}, set(), set(), {}
         self._viewed, self._region_views, self._viewed_regions = None, {}, None
 
     def accumulate(self, shard: Tensor, arrived: frozenset[int], counts: Tensor | None) -> None:
-        self._region_views, self.stepped_as = {}, {}
+        self._region_views, self.read_by, self.stepped_as = {}, set(), {}
         self.note(arrived, counts)
         for i in self._apart:
             part = shard[slice(*self._own[i])]

@@ -134,10 +134,19 @@ def _begun(e: Engine) -> tuple[Any, torch.optim.Optimizer]:
     return model, optimizer
 
 
+def _go_on(e: Engine, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Two steps; then the optimizer's state is taken whole, as it would be saved."""
+    train(e, model, optimizer, steps=2)
+    state: Any = get_optimizer_state_dict(model, optimizer, options=_EVERYWHERE)["state"]
+    for name, moments in sorted(state.items()):
+        for key, moment in sorted(moments.items()):
+            assert type(moment) is torch.Tensor
+            e.record(f"{name} {key}", moment)
+
+
 def unbroken(e: Engine) -> None:
     """What a run that was saved and read must equal."""
-    model, optimizer = _begun(e)
-    train(e, model, optimizer, steps=2)
+    _go_on(e, *_begun(e))
 
 
 def written(e: Engine, how: str) -> None:
@@ -150,4 +159,4 @@ def read(e: Engine, how: str) -> None:
     model, optimizer = _model(e)
     optimizer.param_groups[0]["lr"] = 1.0
     FORMATS[how].load(model, optimizer, e.saved)
-    train(e, model, optimizer, steps=2)
+    _go_on(e, model, optimizer)
