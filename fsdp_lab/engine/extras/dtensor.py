@@ -11,6 +11,7 @@ Views are refused unless they are ranges of elements again, as a row is: what we
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from fsdp_lab.engine.layout import Range
 from fsdp_lab.engine.mesh import ShardMesh, letting_go
 
 aten: Any = torch.ops.aten
+_flat_placement, _local_tensor, _counted = map(operator.attrgetter, ("flat_placement", "_local_tensor", "counted"))
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")  # libraries of operations
 
 
@@ -38,6 +40,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"{func._schema.name} was given a sharded tensor, of which each rank holds other elements; gradients are the "
             "mean over the ranks already, and else give it to_local() or full_tensor()"
         )
+    if isinstance(args[0], (list, tuple)) and (ran := _on_equal_lists(func, args, kwargs)) is not None:
+        return ran[0]
     if not func._schema.is_mutable:
         return _run(func, args, kwargs)
     _cut_what_is_written(args)
@@ -154,8 +158,6 @@ def _range(t: Tensor, like: FlatTensor) -> Tensor:
 
 def _on_lists(func: Any, args: Any, kwargs: Any) -> Any:
     """Foreach and fused kernels: of each position the first argument says how it is cut."""
-    if (ran := _on_equal_lists(func, args, kwargs)) is not None:
-        return ran[0]
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and _has_tensors(a)]
     alike: dict[int, FlatTensor] = {}
     for some in lists:
@@ -178,16 +180,33 @@ def _on_lists(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _on_equal_lists(func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
-    """What `func` returns where all lists are cut alike, as those of an optimizer, of which there are many; else None."""
-    first = args[0]
+    """What a foreach or fused kernel returns where all its lists are cut alike, as those of an optimizer, of which there are
+    many; None where they are not."""
+    first, name = args[0], func._schema.name
+    if not name.startswith(("aten::_foreach_", "aten::_fused_")) or func.overloadpacket in _SPECIAL:
+        return None
     try:
-        placements = [t.flat_placement for t in first]
+        placements = [*map(_flat_placement, first)]
         local_args = [_local_list(a, placements) for a in args]
         local_kwargs = {k: _local_list(v, placements) for k, v in kwargs.items()}
     except AttributeError:  # another tensor is among them
         return None
+    written = [some for some in _writable(func, args, kwargs) if some and isinstance(some[0], FlatTensor)]
+    if written and written[0][0].given:
+        written[0][0].before_write(name.removeprefix("aten::"), written[0])
     results = func(*local_args, **local_kwargs)
-    return (results,) if results is None else ([like.like(t) for like, t in zip(first, results, strict=True)],)
+    for some in written:
+        torch.autograd.graph.increment_version([*map(_counted, some)])
+    if results is None:
+        return (None,)
+    if results[0].dtype != first[0].dtype:
+        return ([like.like(local) for like, local in zip(first, results, strict=True)],)
+    made: list[FlatTensor] = []
+    for like, local in zip(first, results, strict=True):
+        one: Any = FlatDTensor.__new__(FlatDTensor, local, like._spec, requires_grad=False)
+        one.flat_placement, one.counted = like.flat_placement, local
+        made.append(one)
+    return (made,)
 
 
 def _local_list(a: Any, placements: list[FlatPlacement]) -> Any:
@@ -199,9 +218,9 @@ def _local_list(a: Any, placements: list[FlatPlacement]) -> Any:
         return a
     if all(type(t) is Tensor and not t.dim() for t in a):
         return a
-    if [t.flat_placement for t in a] != placements:
+    if [*map(_flat_placement, a)] != placements:
         raise AttributeError
-    return [t._local_tensor for t in a]
+    return [*map(_local_tensor, a)]
 
 
 def _written_beside(func: Any, args: Any, kwargs: Any, alike: Iterable[int]) -> list[Tensor]:

@@ -36,17 +36,21 @@ class ShardedParameter(Steppable):
     _is_param = True  # by which torch recognises an nn.Parameter
     flat: ShardedBuffer  # that made it
     number: int  # which of the buffer's parameters
+    is_replaced = False  # by `load_state_dict(assign=True)`
     seen: list[weakref.ref[Any]]  # what `.data` was, where somebody holds it
 
     @property
     def grad(self) -> Tensor | None:
         """The reduced gradient; with what autograd added to this tensor itself, as for a penalty on weights."""
-        flat, number = self.flat, self.number
-        if flat.sharded[number] is not self:
+        gradients = self.gradients
+        if self.is_replaced:
             raise _replaced(self.fqn)
         if self.given:
-            flat.gradients.read_by.add(ShardedParameter)
-        return flat.gradients.gradient(number)
+            gradients.read_by.add(ShardedParameter)
+        own: Tensor | None = (
+            gradients.gradient(self.number) if gradients.shown is None else gradients.shown[self.number]
+        )
+        return own
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -101,9 +105,7 @@ class ShardedParameter(Steppable):
         """Registers a hook that is called when the gradient has been reduced."""
         handle = RemovableHandle(self.flat.reduce_hooks)
         self.flat.reduce_hooks[handle.id] = lambda: (
-            hook(self)
-            if self.flat.gradients.has_gradient(self.number) and self.flat.sharded[self.number] is self
-            else None
+            hook(self) if self.flat.gradients.has_gradient(self.number) and not self.is_replaced else None
         )
         return handle
 
@@ -227,6 +229,7 @@ class ShardedBuffer(FlatBuffer):
         """Let modules hold another object for a parameter, as `load_state_dict(assign=True)` does; the values stay. What the
         caller gave to an optimizer before is refused at its step, which else would go on or do nothing."""
         old, leaf = self.sharded[i], self.parameters[i]
+        old.is_replaced = True
         made = self.sharded[i] = leaf.sharded = self._make_sharded(i, requires_grad=old.requires_grad)
         group = self.layout.slots[i].group
         self.gradients.regions[group] = self.gradients.region(group)
@@ -246,6 +249,7 @@ class ShardedGradients(Gradients):
         super().__init__(flat)
         self._given: dict[int, FlatDTensor] = {}  # gradients that a caller set
         self._apart: set[int] = set()  # parameters of which `reduced` has none, or another than theirs
+        self.shown: list[FlatDTensor] | None = None  # the gradients of all parameters, where all have one of `reduced`
         self._views: list[FlatDTensor] = []  # of `_viewed`, by parameter
         self._viewed: Tensor | None = None
         self._region_views: dict[Hashable, FlatDTensor] = {}  # of `_viewed_regions`
@@ -273,10 +277,10 @@ class ShardedGradients(Gradients):
     def clear(self) -> None:
         super().clear()
         self._given, self._apart, self.read_by, self.stepped_as = {}, set(), set(), {}
-        self._viewed, self._region_views, self._viewed_regions = None, {}, None
+        self._viewed, self.shown, self._region_views, self._viewed_regions = None, None, {}, None
 
     def accumulate(self, shard: Tensor, arrived: frozenset[int], counts: Tensor | None) -> None:
-        self._region_views, self.read_by, self.stepped_as = {}, set(), {}
+        self.shown, self._region_views, self.read_by, self.stepped_as = None, {}, set(), {}
         self.note(arrived, counts)
         for i in self._apart:
             part = shard[slice(*self._own[i])]
@@ -292,8 +296,12 @@ class ShardedGradients(Gradients):
             for i in self._apart:
                 given = self._given.get(i)
                 merged[slice(*self._own[i])] = 0 if given is None else given.to_local()
-            self.reduced, self._given, self._apart = merged, {}, set()
+            self.reduced, self._given, self._apart, self.shown = merged, {}, set(), None
         return self.reduced
+
+    def upcast(self) -> None:
+        super().upcast()
+        self.shown = None
 
     def gradient(self, i: int) -> FlatDTensor | None:
         """The reduced gradient of a parameter: what was set, or a view."""
@@ -303,6 +311,8 @@ class ShardedGradients(Gradients):
             return self._given[i]
         if self._viewed is not self.reduced:
             self._view_reduced()
+        if not self._apart and len(self._present) == len(self._own):
+            self.shown = self._views
         return self._views[i]
 
     def _view_reduced(self) -> None:
@@ -324,6 +334,7 @@ class ShardedGradients(Gradients):
 
     def set_gradient(self, i: int, value: Tensor | None) -> None:
         """A value, whole or cut as the parameter is; None: forget it."""
+        self.shown = None
         given = None if value is None else self._cut(i, value)
         if self._unread:
             self.has_gradient(i)
