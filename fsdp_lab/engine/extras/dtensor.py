@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -103,20 +103,10 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 # -- element-wise ----------------------------------------------------------------------------------------------------
 
-_POINTWISE = {
-    aten.copy_,
-    aten.clone,
-    aten._to_copy,
-    aten.zero_,
-    aten.fill_,
-    aten.zeros_like,
-    aten.ones_like,
-    aten.full_like,
-    aten.empty_like,
-    aten.lift_fresh,
-    aten.masked_fill_,
-    aten.masked_fill,
-}
+_COPIES = (
+    "copy_ clone _to_copy zero_ fill_ zeros_like ones_like full_like empty_like lift_fresh masked_fill_ masked_fill"
+)
+_POINTWISE = {getattr(aten, name) for name in _COPIES.split()}  # beside those that torch says are
 
 
 def _like(func: Any, args: Any, kwargs: Any) -> FlatTensor | None:
@@ -127,10 +117,9 @@ def _like(func: Any, args: Any, kwargs: Any) -> FlatTensor | None:
         like = next(t for t in tensors if isinstance(t, FlatTensor))
     elif not isinstance(like, FlatTensor):
         return None
+    broadcast: Any = torch.broadcast_shapes
     try:
-        shape = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
-            *(t.shape for t in tensors)
-        )
+        shape = broadcast(*(t.shape for t in tensors))
     except RuntimeError:
         return None
     return like if like.shape == shape else None
@@ -165,7 +154,8 @@ def _on_lists(func: Any, args: Any, kwargs: Any) -> Any:
             if isinstance(t, FlatTensor):
                 alike.setdefault(i, t)
     lone = next(iter(alike.values()))
-    if any(not isinstance(t, FlatTensor) and t.dim() for t in _written_beside(func, args, kwargs, alike)):
+    beside = (some for some in _writable(func, args, kwargs) if isinstance(some, (list, tuple)))
+    if any(not isinstance(t, FlatTensor) and t.dim() for some in beside for i, t in enumerate(some) if i in alike):
         raise _of_ranks(func)
 
     def local(a: Any) -> Any:
@@ -223,12 +213,6 @@ def _local_list(a: Any, placements: list[FlatPlacement]) -> Any:
     return [*map(_local_tensor, a)]
 
 
-def _written_beside(func: Any, args: Any, kwargs: Any, alike: Iterable[int]) -> list[Tensor]:
-    """The entries of lists that are written to, at the positions of sharded tensors."""
-    lists = [some for some in _writable(func, args, kwargs) if isinstance(some, (list, tuple))]
-    return [some[i] for some in lists for i in alike if i < len(some)]
-
-
 def _of_ranks(func: Any) -> ShardError:
     return ShardError(
         f"{func._schema.name} was given a sharded tensor and a plain one, which differs between ranks; call the module "
@@ -279,10 +263,6 @@ def _foreach_norm(func: Any, args: Any, kwargs: Any) -> Any:
         return norm if isinstance(norm, DTensor) else Replica.of(norm, mesh)
 
     return [next(norms) if isinstance(t, FlatTensor) else beside(t) for t in args[0]]
-
-
-def _foreach_max(func: Any, args: Any, kwargs: Any) -> Any:
-    return [torch.max(t) for t in args[0]]
 
 
 def _norms_of(tensors: Sequence[FlatTensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
@@ -369,9 +349,8 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     written = [t for t in _written(func, args, kwargs) if isinstance(t, FlatTensor)]
     if not written and _has_plain((args, kwargs)):
         raise _of_ranks(func)
-    mesh = next(
-        t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, FlatTensor)
-    ).flat_placement.mesh.plain_mesh
+    sharded = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, FlatTensor))
+    mesh = sharded.flat_placement.mesh.plain_mesh
     whole: dict[int, Tensor] = {}
     whole_args, whole_kwargs = pytree.tree_map_only(
         Tensor, lambda t: whole.setdefault(id(t), _gathered(t)), (args, kwargs)
@@ -474,11 +453,8 @@ def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
     """Gives the same elements, in the same order, another shape or type."""
     t = args[0]
     if func is aten.view.dtype:
-        return (
-            t.counting(t.like(t._local_tensor.view(args[1])))
-            if args[1].itemsize == t.dtype.itemsize
-            else NotImplemented
-        )
+        alike = args[1].itemsize == t.dtype.itemsize
+        return t.counting(t.like(t._local_tensor.view(args[1]))) if alike else NotImplemented
     shape = func(torch.empty(t.shape, device="meta"), *args[1:], **kwargs).shape
     return t.counting(t.like(t._local_tensor.detach(), shape))
 
@@ -486,9 +462,8 @@ def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
 def _as_real(func: Any, args: Any, kwargs: Any) -> FlatTensor:
     """Complex numbers as pairs."""
     t: FlatTensor = args[0]
-    placement = FlatPlacement(
-        mesh=t.flat_placement.mesh, ranges=tuple((2 * a, 2 * b) for a, b in t.flat_placement.ranges)
-    )
+    ranges = tuple((2 * a, 2 * b) for a, b in t.flat_placement.ranges)
+    placement = FlatPlacement(mesh=t.flat_placement.mesh, ranges=ranges)
     return t.counting(t.plain().of(func(t._local_tensor.detach()).view(-1), (*t.shape, 2), placement))
 
 
@@ -543,22 +518,14 @@ _SPECIAL: dict[Any, Special] = {
     aten.linalg_vector_norm: _norm,
     aten.norm: _norm,
     aten._foreach_norm: _foreach_norm,
-    aten._foreach_max: _foreach_max,
+    aten._foreach_max: lambda func, args, kwargs: [torch.max(t) for t in args[0]],
     aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
-    aten.detach: _alias,
-    aten.alias: _alias,
-    aten.view: _reshaped,
-    aten._unsafe_view: _reshaped,
-    aten._reshape_alias: _reshaped,
-    aten.unsqueeze: _reshaped,
-    aten.squeeze: _reshaped,
     aten.view_as_real: _as_real,
     aten.select: _select,
     aten.slice: _slice,
-    aten.new_zeros: _empty,
-    aten.new_empty: _empty,
-    aten.new_ones: _empty,
-    aten.new_full: _empty,
+    **dict.fromkeys((aten.detach, aten.alias), _alias),
+    **dict.fromkeys((aten.view, aten._unsafe_view, aten._reshape_alias, aten.unsqueeze, aten.squeeze), _reshaped),
+    **dict.fromkeys((aten.new_zeros, aten.new_empty, aten.new_ones, aten.new_full), _empty),
 }
 
 
@@ -578,14 +545,9 @@ class FlatDTensor(FlatTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """This rank's range, which the same rank may read again."""
-        placement = self.flat_placement
-        local = (self._local_tensor.detach(), tuple(self.shape), self.requires_grad)
-        return restored, (
-            *local,
-            placement.ranges,
-            placement.mesh.device_mesh,
-            (dist.get_rank(), dist.get_world_size()),
-        )
+        local, placement = self._local_tensor.detach(), self.flat_placement
+        where = placement.ranges, placement.mesh.device_mesh, (dist.get_rank(), dist.get_world_size())
+        return restored, (local, tuple(self.shape), self.requires_grad, *where)
 
 
 def restored(

@@ -14,6 +14,7 @@ yields between steps, and what gradients, optimizer states and a `state_dict` ar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, cast
@@ -72,7 +73,7 @@ class FlatTensor(DTensor):
     def of(cls, local: Tensor, shape: Sequence[int], placement: FlatPlacement, *, requires_grad: bool = False) -> Self:
         """local: [m], this rank's range of a tensor of `shape`."""
         mesh = placement.mesh.device_mesh
-        meta = TensorMeta(torch.Size(shape), _strides(shape), local.dtype)
+        meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), local.dtype)
         spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
         return cls._made(local, spec, placement, requires_grad=requires_grad)
 
@@ -271,43 +272,26 @@ def replicated(whole: Tensor, mesh: DeviceMesh) -> DTensor:
     return made
 
 
-def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[Range, tuple[int, ...], tuple[int, ...]]]:
-    """Elements [start, stop) of a tensor of `shape` as boxes: the range of each, its offsets and its sizes.
+Box = tuple[Range, tuple[int, ...], tuple[int, ...]]  # the range of its elements, its offsets and its sizes
 
-    Of a matrix: the end of one row, whole rows, and the beginning of another.
-    """
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """Elements [start, stop) of a tensor of `shape` as boxes. Of a matrix: the end of one row, whole rows, and the beginning
+    of another."""
     if start >= stop:
         return []
     if not shape:
         return [((start, stop), (), ())]
-    row = 1
-    for size in shape[1:]:
-        row *= size
-    covered: list[tuple[Range, tuple[int, ...], tuple[int, ...]]] = []
+    row = math.prod(shape[1:])
+
+    def in_row(at: int, start: int, stop: int) -> list[Box]:
+        begin = at * row
+        inside = boxes(shape[1:], start - begin, stop - begin)
+        return [((a + begin, b + begin), (at, *offsets), (1, *sizes)) for (a, b), offsets, sizes in inside]
+
     first, last = -(-start // row), stop // row  # whole rows [first, last)
     if first > last:  # within one row
-        return _in_row(shape, last, start, stop, row)
-    if start < first * row:
-        covered += _in_row(shape, first - 1, start, first * row, row)
-    if first < last:
-        rest = (0,) * (len(shape) - 1)
-        covered.append(((first * row, last * row), (first, *rest), (last - first, *shape[1:])))
-    if last * row < stop:
-        covered += _in_row(shape, last, last * row, stop, row)
-    return covered
-
-
-def _in_row(
-    shape: tuple[int, ...], at: int, start: int, stop: int, row: int
-) -> list[tuple[Range, tuple[int, ...], tuple[int, ...]]]:
-    begin = at * row
-    inside = boxes(shape[1:], start - begin, stop - begin)
-    return [((a + begin, b + begin), (at, *offsets), (1, *sizes)) for (a, b), offsets, sizes in inside]
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, numel = [], 1
-    for size in reversed(shape):
-        strides.append(numel)
-        numel *= max(1, size)
-    return tuple(reversed(strides))
+        return in_row(last, start, stop)
+    rest = (0,) * (len(shape) - 1)
+    rows: list[Box] = [((first * row, last * row), (first, *rest), (last - first, *shape[1:]))] if first < last else []
+    return [*in_row(first - 1, start, first * row), *rows, *in_row(last, last * row, stop)]

@@ -57,6 +57,7 @@ class Steppable(FlatDTensor):
 
 
 def _is_lacking(p: Any) -> bool:
+    p = p.flat.sharded[p.number]
     return bool(p.requires_grad and not _is_given(p) and p.flat.gradients.has_gradient(p.number))
 
 
@@ -72,7 +73,7 @@ class Unusable(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def leave(cls, p: Tensor, says: str) -> None:
+    def leave(cls, p: Any, says: str) -> None:
         """Leave one in a parameter's `grad`."""
         make: Any = Tensor._make_wrapper_subclass
         p.grad = made = make(cls, p.shape, dtype=p.dtype, device=p.device)
@@ -90,13 +91,7 @@ class Unusable(Tensor):
 
 
 class OptimizerGuard:
-    """Looks, at the end of each backward, for what an optimizer must not step, and for what it lacks.
-
-    Args:
-        modules: of the root.
-        flats: all buffers inside.
-        ignored: ids of parameters that the caller keeps equal on all ranks.
-    """
+    """Looks, at the end of each backward, for what optimizers must not step, and what they lack. `ignored`: ids."""
 
     def __init__(self, modules: Sequence[nn.Module], flats: Sequence[Any], ignored: Collection[int]) -> None:
         self._modules, self._flats, self._ignored = modules, flats, ignored
@@ -106,23 +101,19 @@ class OptimizerGuard:
             flat.originals = ()  # now they are those of other holders alone
         self._seen: list[tuple[nn.Module, list[Any], int]] = []
         self._later: list[tuple[str, nn.Parameter]] = []
-        self._frozen: list[tuple[Any, int]] | None = None
+        self._frozen: list[Any] | None = None  # when the first optimizer had been made
 
     def look(self) -> None:
         self._before = [(name, ref) for name, ref in self._before if ref() is not None]
         for name, ref in self._before:
-            Unusable.leave(
-                ref(),  # type: ignore[arg-type]
-                f"{name} was sharded, and this is the parameter that the model had before; make the optimizer, and other "
-                "references to parameters, after fully_shard, from model.parameters()",
-            )
+            says = (f"{name} was sharded, and this is the parameter that the model had before; make the optimizer, and "
+                    "other references to parameters, after fully_shard, from model.parameters()")  # fmt: skip
+            Unusable.leave(ref(), says)
         for name, p in self._came_later():
+            says = (f"{name} came into the model after it was sharded, so each rank would train one of its own; put it "
+                    "there before fully_shard, or pass it in ignored_params and reduce its gradient")  # fmt: skip
             if p.grad is not None:
-                Unusable.leave(
-                    p,
-                    f"{name} came into the model after it was sharded, so each rank would train one of its own; put it "
-                    "there before fully_shard, or pass it in ignored_params and reduce its gradient",
-                )
+                Unusable.leave(p, says)
         self._look_for_unfrozen()
 
     def _came_later(self) -> list[tuple[str, nn.Parameter]]:
@@ -137,13 +128,10 @@ class OptimizerGuard:
         return self._later
 
     def _look_for_unfrozen(self) -> None:
-        if self._frozen is None:
-            inside = [(flat, i) for flat in self._flats for i in range(len(flat.sharded))]
-            if any(_is_given(flat.sharded[i]) for flat, i in inside):
-                still = ((flat, i, flat.sharded[i]) for flat, i in inside)
-                self._frozen = [(flat, i) for flat, i, p in still if not p.requires_grad and not _is_given(p)]
-            return
-        lacking = [p for p in (flat.sharded[i] for flat, i in self._frozen) if _is_lacking(p)]
+        inside = [p for flat in self._flats for p in flat.sharded] if self._frozen is None else []
+        if self._frozen is None and any(map(_is_given, inside)):
+            self._frozen = [p for p in inside if not p.requires_grad and not _is_given(p)]
+        lacking = [p for p in self._frozen or () if _is_lacking(p)]
         if lacking:  # who is asked looks again: they may be given, or frozen, until then
             for t in (t for flat in self._flats for t in (*flat.sharded, *flat.gradients.regions.values())):
                 t.beside = lacking
