@@ -97,6 +97,12 @@ class Runtime:
         self.streams = CommStreams.of(root.mesh.streams)
         self.watch: Watcher | None = None
         self.around: Around = lambda phase, unit: _NOTHING
+        self.choices: dict[
+            Unit, Unit
+        ] = {}  # units of which a forward may call some, as experts; and the unit around each
+        self.agree: Callable[[Unit, str], None] = lambda unit, what: (
+            None
+        )  # raises where ranks have come to different calls
         self.guard: Callable[[], None] = lambda: None  # called at the end of each backward
         self._step, self._written = 0, -1  # of the optimizer: counted by how often it had written when a pass began
         self._forward: Pass | None = None  # the one under way
@@ -145,6 +151,8 @@ class Runtime:
         current = self._forward
         if current is None or self._is_left_over(current, unit):
             current = self.begin(unit, scheduled=not method)
+        if unit in self.choices:
+            self.agree(unit, unit.name)
         self._free_stale(unit)
         k = current.enter(self._index[unit])
         self._issue(current, Direction.FORWARD, k, PointSide.BEFORE)
@@ -164,6 +172,8 @@ class Runtime:
         """Free the unit, unless the schedule keeps it, or a backward needs it now."""
         if current is not self._forward:
             return
+        if any(unit is outer for outer in self.choices.values()):
+            self.agree(unit, f"the end of {unit.name}")
         self._end_computing(current, Direction.FORWARD, k)
         while current.open.pop() != k:
             pass  # inner calls that never came to their end

@@ -135,6 +135,7 @@ def _adopt(hooks: UnitHooks) -> Runtime:
     for refusal in refusals.of_root(units_of(hooks.unit.modules[0])):
         raise ShardError(refusal)
     runtime = adopt_units(hooks)
+    runtime.choices, runtime.agree = refusals.choices_of(runtime.units), refusals.check_same_call
     flats = [flat for unit in runtime.units for flat in unit.flats]
     runtime.guard = OptimizerGuard(
         runtime.root.modules, flats, {i for unit in runtime.units for i in unit.ignored}
