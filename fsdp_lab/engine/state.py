@@ -78,8 +78,7 @@ def load_full_state(module: nn.Module, values: Mapping[str, Tensor] | Callable[[
         for shard in shards:
             if shard.name not in values:
                 raise ShardError(f"there is no value for {shard.name}; give one for every parameter of the model")
-            if wrong := _wrong_tensor(shard, values[shard.name]):
-                raise ShardError(wrong)
+            _check_tensor(shard, values[shard.name])
     elif not callable(values):
         raise ShardError(
             f"a {type(values).__name__} was given where values are needed; give a dict, or a function of names"
@@ -107,20 +106,21 @@ def gather_one(flat: FlatBuffer, number: int) -> Tensor:
 
 def _fill(shard: ParamShard, whole: Tensor) -> None:
     """A function, so that one whole parameter is freed before the next one is made."""
-    if wrong := _wrong_tensor(shard, whole):
-        raise ShardError(wrong)
+    _check_tensor(shard, whole)
     shard.local.copy_(whole.reshape(-1)[shard.start : shard.stop])
 
 
-def _wrong_tensor(shard: ParamShard, value: Any) -> str:
+def _check_tensor(shard: ParamShard, value: Any) -> None:
+    """Raises ShardError."""
     if not isinstance(value, Tensor):
-        return f"{shard.name} was given a {type(value).__name__}; give a tensor of the shape {tuple(shard.shape)}"
+        raise ShardError(
+            f"{shard.name} was given a {type(value).__name__}; give a tensor of the shape {tuple(shard.shape)}"
+        )
     if value.shape != shard.shape:
-        return f"{shard.name} has the shape {tuple(shard.shape)}, and the value {tuple(value.shape)}"
+        raise ShardError(f"{shard.name} has the shape {tuple(shard.shape)}, and the value {tuple(value.shape)}")
     if value.is_meta or isinstance(value, DTensor):
         what = "is on meta, without values" if value.is_meta else "is a DTensor"
-        return f"what was given for {shard.name} {what}; give a plain tensor, as from full_tensor()"
-    return ""
+        raise ShardError(f"what was given for {shard.name} {what}; give a plain tensor, as from full_tensor()")
 
 
 def _original(name: str) -> str:

@@ -1,24 +1,4 @@
-"""`free`, which gives back all memory of a sharded model; and what a rank holds of one.
-
-These are the formulas of ZeRO (arXiv 1910.02054, section 5) and FSDP (arXiv 2304.11277, section 3.2). For Psi parameters in
-all and Psi(u) in a unit, F ranks that share a copy, and element sizes s of the master, g of gathered parameters, r of
-reduced gradients:
-
-    parameters            s * Psi / F                     always
-    unsharded             g * sum of Psi(u)               of the units that are gathered: limit + 1 at most, or as many as
-                                                          calls are nested; ZeRO-2: all, from the forward to their backward;
-                                                          ZeRO-1: all, always
-    copies                g * Psi(u) / F                  offload: what is sent, while a gather is in flight, or, with
-                                                          "optimizer", of all units, always
-                          g * Psi(u) / F'                 what F' ranks share between forward and backward
-    unsharded gradients   g * Psi(u)                      of the units whose backward is under way, as far as they have come
-                          r * Psi(u)                      of one whose reduction is; without communication: of all
-    gradients             s * Psi / F                     of the units whose reduction is over; ZeRO-1: r * Psi, whole
-    optimizer             2 s * Psi / F                   AdamW, from its first step on
-
-With F = 1 and g = s nothing is gathered, and a whole gradient is the shard. Activations and the few bytes of padding come on
-top. A reduce-scatter runs in place, over Gloo with room for one part (r / F). FSDP2 holds as much as the engine.
-"""
+"""`free`, which gives back all memory of a sharded model. README.md has what a rank holds of one, as formulas."""
 
 from __future__ import annotations
 

@@ -225,6 +225,11 @@ class ShardedBuffer(FlatBuffer):
             made.take_own_gradients()
         return made
 
+    def for_optimizer(self, i: int) -> tuple[Region, int]:
+        slot, rank = self.layout.slots[i], self.mesh.shard_rank
+        (start, stop), (begin, _) = self.layout.in_shard(slot, rank), self.layout.region_in_shard(slot.group, rank)
+        return self.gradients.regions[slot.group], start - begin if start < stop else 0
+
     def replace(self, i: int) -> ShardedParameter:
         """Let modules hold another object for a parameter, as `load_state_dict(assign=True)` does; the values stay. What the
         caller gave to an optimizer before is refused at its step, which else would go on or do nothing."""
