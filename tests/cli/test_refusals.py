@@ -32,7 +32,7 @@ REFUSED = [
     ("bench host --device cpu --only ,", "--only: it names no form"),
     ("bench host --json /nowhere/at/all.json", "cannot be written"),
     ("bench gpu --device cpu --only step,stop", "--only: there is no part 'stop'; choose from nccl, nccl-step, str"),
-    ("bench gpu --device cpu --only ,", "--only: there is no part ''"),
+    ("bench gpu --device cpu --only ,", "--only: there is no part ','"),
     ("bench gpu --device cpu --minutes -1", "--minutes -1 is refused"),
     ("bench gpu --device cpu --out /nowhere/at/all.txt", "--out: /nowhere/at/all.txt cannot be written"),
     ("drill --count 0", "--count 0 is refused"),
