@@ -1,8 +1,6 @@
 """What is compared on which work: a `Form` is one way to train, a `BenchPlan` the work that all forms do. A peer has several
 forms, because ratios are computed against its fastest one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self

@@ -1,8 +1,6 @@
 """`fsdp-lab bench`: `step`, `wire` and `gpu`, and what these and the benches for developers (tests/bench) share: refusals,
 the environment, the file."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

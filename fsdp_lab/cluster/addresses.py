@@ -8,8 +8,6 @@ Gloo take one per rank. Of several that are good, link-local ones come last, the
 The ports are free ones, as Gloo's will be, so a firewall that admits some ports only is noticed here, and not by a timeout.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import os

@@ -1,8 +1,6 @@
 """Which hosts a lab's ranks are to be on, and how they are reached: `SshHosts`, `SlurmHosts`.
 Configuration only."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys

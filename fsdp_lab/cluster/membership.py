@@ -1,7 +1,5 @@
 """`Membership`: the cluster's state, its engines, which engine is which rank, and what is known of each rank."""
 
-from __future__ import annotations
-
 import enum
 import threading
 import time

@@ -7,8 +7,6 @@ would keep.
 `call` never lets an exception reach IPython: formatting it there costs tenths of a second, and `sys.last_value` would hold
 the failed step's tensors. Errors travel as plain dicts and become exceptions again in the kernel."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

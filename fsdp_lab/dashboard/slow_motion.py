@@ -5,8 +5,6 @@ neither the kernel nor the tick ever waits. A notebook's own `lab.slow_motion()`
 and Next continues it.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable

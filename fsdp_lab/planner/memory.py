@@ -4,8 +4,6 @@ The model's tape of one step (`fsdp_lab.planner.model_shape`) is replayed with t
 schedule the backend's `MemoryModel` allocates and frees what it gathers, keeps and sends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

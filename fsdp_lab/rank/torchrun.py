@@ -1,8 +1,6 @@
 """This process as a rank, by the variables that torchrun sets: `main` trains a Spec, `init_process_group` is for scripts of
 one's own."""
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import json

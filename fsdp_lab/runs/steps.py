@@ -10,8 +10,6 @@ Results, tables, plots and reports are all computed from steps. The rules:
   steps.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -3,8 +3,6 @@
 Also `RunState`, `Switch`, `Awaited`, `Request`, and the `fingerprint` of the machine that a run was trained on.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import enum

@@ -4,8 +4,6 @@
 Patterns are shell-style, as in `Workload.freeze`: "*" is any text, "?" one letter, "[ab]" one of these.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 `Panel.update` writes rows into its `sources`, whose Bokeh twins its `root` draws; the live view sends them to a browser.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence

@@ -9,8 +9,6 @@ Note: scratch memory inside a kernel is not recorded. On CPUs oneDNN copies a co
 which a ResNet's peak is up to 6 % above the plan; that of other models is within 2 % (`bands.MEMORY_ERRORS`).
 """
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections import Counter, defaultdict
