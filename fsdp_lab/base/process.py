@@ -4,8 +4,6 @@ Every process that a cluster starts inherits a token in its environment (`MARK`)
 processes that were being started when their owner died. psutil compares creation times before it sends a signal, so no
 reused pid is signalled."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -15,6 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import psutil
 
@@ -33,11 +32,11 @@ class Identity:
     born: str  # what `born` returned
 
     @classmethod
-    def this(cls) -> Identity:
+    def this(cls) -> Self:
         return cls.of(os.getpid())
 
     @classmethod
-    def of(cls, pid: int) -> Identity:
+    def of(cls, pid: int) -> Self:
         return cls(pid=pid, born=born(pid))
 
     @property

@@ -8,8 +8,6 @@ thirtieth of the time.
 Handlers run on any thread, `tick` on the dashboard's; one lock orders them.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time
@@ -18,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -66,7 +64,7 @@ class Pinned(RunQueries):
     cause: None = None  # it is not diagnosed
 
     @classmethod
-    def of(cls, run: RunView) -> Pinned:
+    def of(cls, run: RunView) -> Self:
         """The run as it is now."""
         steps, spec, state, reason = run.events.steps(), run.spec, run.state, run.reason
         store = EventStore()

@@ -22,13 +22,11 @@ Norms, activations and losses take as long as copies of as many bytes (`UnitShap
 not been compared with measured steps of a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Self
 
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.models.presets import timed_config
@@ -102,7 +100,7 @@ class Calibration:
         return [steps[str(i)] for i in range(len(self._steps), len(steps))]
 
     @classmethod
-    def of(cls, each: Sequence[Mapping[str, Any]], **fields: Any) -> Calibration:
+    def of(cls, each: Sequence[Mapping[str, Any]], **fields: Any) -> Self:
         """Makes one from the probes of every rank, and the other fields."""
         return cls(probes=_mean(each), **fields)
 

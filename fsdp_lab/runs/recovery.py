@@ -6,15 +6,13 @@ every element, as replicas do, they form an ordinary checkpoint (`REPLICA`). Oth
 or training begins again: with the same samples in the same order, so that the loss curve is the same.
 """
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from fsdp_lab.base.errors import ArgumentError, FieldError, SpecError, check_whole
 from fsdp_lab.base.formatting import plural
@@ -51,7 +49,7 @@ class RecoveryPolicy:
         check_whole("recover.times", self.times)
 
     @classmethod
-    def of(cls, given: RecoveryPolicy | str | bool | None) -> RecoveryPolicy:
+    def of(cls, given: Self | str | bool | None) -> Self:
         """A policy as it is, one of its `how`, or of a bool: True is "auto". Raises ArgumentError."""
         if isinstance(given, RecoveryPolicy):
             return given

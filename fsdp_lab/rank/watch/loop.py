@@ -9,8 +9,6 @@ Note: what is exchanged. On entry the ranks agree on the run's name and compare 
 sends nothing: which steps are traced follows from their numbers, and the mean loss is taken over the events of all ranks
 (`Step.mean_loss`). A GPU is read as the trainer does at its vote, but at most every half second."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math
@@ -21,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, distributed as dist, nn
@@ -151,7 +149,7 @@ class Watch:
 
     # -- begin and end ------------------------------------------------------------------------------------------------
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Self:
         if self._used:
             raise ArgumentError("watch", "this one is over", "call fsdp_lab.watch again for another loop")
         if self._context.watched:

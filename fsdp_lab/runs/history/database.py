@@ -7,8 +7,6 @@ A pack of events is zlib over JSON, which writes a float with as many digits as 
 name. Spans and memory curves, which are larger than all the rest, are stored in packs of their own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -18,7 +16,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from fsdp_lab.base.errors import SentenceError
 from fsdp_lab.base.events import StepEvent
@@ -120,7 +118,7 @@ class HistoryDB:
         with contextlib.suppress(sqlite3.Error):
             self._db.close()
 
-    def __enter__(self) -> HistoryDB:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
