@@ -115,8 +115,7 @@ class Heartbeat:
 
     @property
     def silent_s(self) -> float:
-        """Seconds without another one after which its rank counts as silent: it is stopped, or native code holds the GIL,
-        which some long work does."""
+        """Seconds without another one after which its rank is silent: stopped, or native code long holds the GIL."""
         return LONGEST_WORK_S if self.work else self.next_s + _GRACE_S
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Processes of this machine: an `Identity` that survives reuse of the pid, and the processes of a cluster.
 
 Every process that a cluster starts inherits a token in its environment (`MARK`). So grandchildren are found too, and
-processes that were being started when their owner died. psutil compares creation times before it sends a signal, so no
-reused pid is signalled."""
+processes that were being started when their owner died. psutil signals no reused pid: it compares creation times."""
 
 import contextlib
 import math

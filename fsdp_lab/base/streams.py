@@ -1,5 +1,4 @@
-"""Streams of a device, behind one small interface: `Streams`. The wire uses it too, and a test puts a simulated device in
-the place of a GPU's.
+"""Streams of a device, behind one small interface: `Streams`. The wire uses it too, and a test simulates a GPU's.
 
 Note: streams and lifetimes. On a GPU each kind of communication has a CUDA stream of its own, a `CommStream`: gathers,
 reductions, all-reduces between replicas, copies to the device and to the host. All have high priority, as NCCL's has over

@@ -117,8 +117,7 @@ Tried = Mapping[tuple[str, str], Sequence[str]]
 
 
 def reached_by_all(endpoints: Mapping[str, Sequence[Endpoint]], tried: Tried) -> dict[str, Endpoint]:
-    """Returns the first endpoint of each host that all others reach. Raises StartError: it names two hosts, addresses and
-    ports."""
+    """The first endpoint of each host that all others reach. Raises StartError, with two hosts, addresses and ports."""
     reached = {}
     for host, own in endpoints.items():
         if not own:

@@ -97,8 +97,7 @@ class Cluster:
     ) -> None:
         """Ends the ranks and starts others on these hosts, or on this one. What they had trained is lost. `report`: as in
         the constructor, for this start alone; it cancels the start by raising. `before`: called before anything is ended,
-        when the hosts were looked at, or Slurm has granted them. Raises as `resize`, and ArgumentError: the engines are
-        not ours."""
+        when the hosts were looked at, or Slurm has granted them. Raises as `resize`; ArgumentError: not our engines."""
         if self.assembly.config.given is not None:
             yours = "the engines of a given cluster are yours, and stay where they are"
             raise ArgumentError("hosts", yours, "make a lab with Lab.ssh, Lab.slurm or Lab")

@@ -1,5 +1,4 @@
-"""Which hosts a lab's ranks are to be on, and how they are reached: `SshHosts`, `SlurmHosts`.
-Configuration only."""
+"""Which hosts a lab's ranks are to be on, and how they are reached: `SshHosts`, `SlurmHosts`. Configuration only."""
 
 import math
 import re

@@ -1,5 +1,4 @@
-"""`StepTrace`: when a rank computed what in one step, unit by unit, for every backend. `compare_clocks`: offsets
-between ranks.
+"""`StepTrace`: when a rank computed what in a step, by unit, on every backend. `compare_clocks`: offsets of ranks.
 
 Note: marks. A thread does one thing at a time, so a mark says what it computes from now on. A unit's forward is marked by
 hooks before and after its modules, its backward by hooks on their output tensors (it begins when gradients arrive) and input

@@ -1,5 +1,4 @@
-"""`Watch`: measures a training loop that is not the lab's, by the probes that measure the lab's own. `fsdp_lab.watch` makes
-one, and shows its use.
+"""`Watch`: measures a loop that is not the lab's, by the lab's own probes. `fsdp_lab.watch` makes and explains one.
 
 Note: where a step's parts begin. The forward begins with the step; the backward where a gradient first reaches an output
 of the model, so the loss's own backward, outside of the model, still counts as forward; the optimizer's part at its

@@ -222,8 +222,7 @@ Row = tuple[int, StepEvent]  # its cursor in the run's EventStore, and the event
 
 
 def pack(rows: Sequence[Row], *, heavy: bool = False) -> bytes:
-    """Encodes rows; `unpack` is its inverse, but for the fields of `HEAVY`, which only `heavy` packs have. What is as in the
-    rank's event before is left out."""
+    """Encodes rows for `unpack`; the fields of `HEAVY` if `heavy`. What is as in the rank's last event is left out."""
     former: dict[int, Mapping[str, Any]] = {}
     new: list[str] = []  # encoded one by one: the encoder holds the GIL, for long in a traced step of many ranks
     for cursor, event in rows:
