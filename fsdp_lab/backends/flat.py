@@ -1,7 +1,5 @@
 """Our own engine (`fsdp_lab.engine`) as a backend, "lab" in a Spec, and a `Strategy` in the engine's terms."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext

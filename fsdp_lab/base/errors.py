@@ -1,7 +1,5 @@
 """Errors of fields and arguments that many parts raise, and checks of numbers that raise them."""
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback
@@ -9,7 +7,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Self, TypeGuard
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 # Import name -> distribution, if not the same.
@@ -89,7 +87,7 @@ class FieldError(SentenceError, ValueError):
         return {"kind": type(self).__name__, "arguments": [*self.__reduce__()[1]]}
 
     @classmethod
-    def from_dict(cls, d: Mapping[str, Any]) -> FieldError:
+    def from_dict(cls, d: Mapping[str, Any]) -> Self:
         kind = next((kind for kind in cls.__subclasses__() if kind.__name__ == d["kind"]), cls)
         return kind(*d["arguments"])
 

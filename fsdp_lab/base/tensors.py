@@ -1,7 +1,5 @@
 """Tensors inside the things that modules take and return: tuples, lists, dicts, dataclasses, nested."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import operator

@@ -8,8 +8,6 @@ The file is text for a reader; after the line `FIGURES` it is JSON: {"facts": {.
 "reason", "begun", "seconds", "printed", "figures"}, ...]}. It is written anew with each line that is printed, so that a
 session that is cut off leaves what it had."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -24,7 +22,7 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from fsdp_lab.base import __version__
 from fsdp_lab.base.errors import ArgumentError
@@ -174,7 +172,7 @@ class Place:
     memory_bytes: float = math.inf  # of the smallest GPU
 
     @classmethod
-    def here(cls, device: str) -> Place:
+    def here(cls, device: str) -> Self:
         """Raises ArgumentError where there is no GPU."""
         if device == "cpu":
             return cls()

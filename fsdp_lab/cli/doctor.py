@@ -4,8 +4,6 @@ Uses the standard library where it can, because it is run where something is mis
 imported in a subprocess, because a broken driver can make the import hang or crash.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -5,8 +5,6 @@ That JupyterLab serves the browser part of the widgets, so two extensions have t
 `missing` and `running_servers` look at.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.metadata

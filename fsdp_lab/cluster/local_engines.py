@@ -1,7 +1,5 @@
 """`LocalEngines`: engines on this machine, started by this kernel or a former one; and how ipyparallel's launchers run."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -7,8 +7,6 @@ new, with at most two messages unacknowledged. It acknowledges after painting, s
 messages. After the first mount the state is empty: later views request BokehJS.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

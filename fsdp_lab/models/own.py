@@ -3,8 +3,7 @@
 Note: initial values. `build` is called once more for them, on the CPU, with the random generators of torch, numpy and
 Python set from the Spec's seed, and each rank takes its ranges from the result. So the user's own initialisation is
 honoured, and is equal for all backends and world sizes; each rank holds a whole model while it loads. The skeleton is
-built with its parameters on meta; but buffers may be random or computed from parameters, so a module that has some is
-built really.
+built with its parameters on meta; but a module with buffers, which may be random or computed from parameters, is built.
 
 Note: random numbers. What a dataset draws in `__getitem__` depends on (seed, number of the sample), and what the module
 and the loss draw, as dropout does, on (seed, first sample of the micro-batch; in an evaluation, of the held-out batch). So

@@ -47,8 +47,7 @@ class SizeFormula:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The work that a pass launches on a GPU: the number of all kernels, and the bytes that those beside matrix products and
-    attention read and write."""
+    """What a pass launches on a GPU: the number of kernels, and the bytes that all but products and attention move."""
 
     count: float
     size: SizeFormula

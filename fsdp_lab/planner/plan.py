@@ -1,13 +1,11 @@
 """`plan`: the predicted memory and time of a Spec on a machine, in milliseconds, as a `Plan`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
-from typing import Any
+from typing import Any, Self
 
 from fsdp_lab.base.errors import ArgumentError, SpecError
 from fsdp_lab.base.events import Role
@@ -125,7 +123,7 @@ class Plan:
         """The interval that holds the measured step time with this probability."""
         return self.scale.band(self.step_time_s, self._errors.quantiles.at(level))
 
-    def is_apart(self, other: Plan) -> bool:
+    def is_apart(self, other: Self) -> bool:
         """Returns whether the step times of two plans for one machine differ by more than their ratio is uncertain."""
         ratio = abs(math.log(self.step_time_s / other.step_time_s))
         return ratio > self.scale.apart(other.scale, self._errors.between, self._errors.quantiles.at(COVERED))
@@ -165,7 +163,7 @@ class Plan:
         text = "".join(f"<p>{escape(line)}</p>" for line in sentences(self))
         return f"{text}{time_table(self)._repr_html_()}{memory_table(self)._repr_html_()}"
 
-    def within(self, limit_bytes: int) -> Plan:
+    def within(self, limit_bytes: int) -> Self:
         """The same plan with a memory limit per device."""
         return replace(self, machine=self.machine.limited(limit_bytes))
 

@@ -4,8 +4,6 @@ Every figure is a mean over some time, not the best of many: a step loses to its
 timed behind a computation, as in a step, so that waiting for the last rank is included. `fsdp_lab.planner.calibration`
 describes how the figures are used."""
 
-from __future__ import annotations
-
 import gc
 import math
 import time

@@ -8,8 +8,6 @@ incomplete checkpoint and blocks no other rank. The files are safetensors in the
 Distributed Checkpoint, whose readers read them too (`write_shard`, `read_shards`). The layout is known beforehand
 (backends/state.py), so that there is nothing to negotiate."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

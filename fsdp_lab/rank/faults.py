@@ -2,8 +2,6 @@
 module in the middle of the model (so that the backends' own hooks have run), on the gradient of its output, or on the
 optimizer. Faults of the link belong to the wire (`WireContext.cut_link`, `WireContext.link`)."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

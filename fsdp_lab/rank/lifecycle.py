@@ -7,8 +7,6 @@ its state is freed that is not on all ranks in the new one. After an abort the r
 (`_settle`) and rebuild the old Spec from where its state is. If some rank had finished, all had received everything,
 and the others finish too. Meanwhile no checkpoint can be taken, since no layout has all of the state."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Collection
 from dataclasses import dataclass

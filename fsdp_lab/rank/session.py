@@ -1,8 +1,6 @@
 """`Session`: one rank, from the first rendezvous to the end, over all its trainings. The kernel, or
 `python -m fsdp_lab.rank` under torchrun, calls the same methods on every rank, which return plain values."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

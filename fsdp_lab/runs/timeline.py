@@ -9,8 +9,6 @@ Perfetto (ui.perfetto.dev) and chrome://tracing open. A rank is a process, a tra
 track that overlap are given threads of their own, because slices of one thread may only nest.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import math
@@ -20,7 +18,7 @@ from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 from fsdp_lab.base.events import Span, StepEvent, Track, exposed_by_unit
 from fsdp_lab.base.files import check_file, write_whole
@@ -85,7 +83,7 @@ class Timeline:
     contradicted: tuple[int, ...] = ()  # ranks whose clock must be wrong
 
     @classmethod
-    def of(cls, events: Sequence[StepEvent]) -> Timeline:
+    def of(cls, events: Sequence[StepEvent]) -> Self:
         """Makes it from the events of one step; those without spans are ignored. Raises ValueError where none has spans."""
         traced = sorted((e for e in events if e.spans), key=lambda e: e.rank)
         if not traced:

@@ -3,8 +3,6 @@
 Also `RunState`, `Switch`, `Awaited`, `Request`, and the `fingerprint` of the machine that a run was trained on.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import enum
@@ -245,8 +243,7 @@ class RunQueries:
 
     def timeline(self: RunView, step: int | None = None) -> Timeline:
         """What every rank did in a traced step (the last of each half second), on one clock. `step` None: the newest
-        one, if possible one that every rank has reported. Raises ArgumentError: that step was not traced, or its spans
-        were dropped."""
+        one, if possible one that every rank has reported. Raises ArgumentError: not traced, or dropped by now."""
         newest = self.events.newest_traced() if step is None else None
         return Timeline.of((newest or traced_steps(self.events, step if step is None else [step])[-1]).events)
 

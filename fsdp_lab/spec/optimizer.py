@@ -9,8 +9,6 @@ Note: bits. With `foreach` and without it, the rounding of an update does not de
 kernel computes the end of a tensor in another way than the rest, so that its bits depend on how parameters are sharded.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """The figures of each step: loss, throughput and compute as curves over steps; a table of texts."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections import deque

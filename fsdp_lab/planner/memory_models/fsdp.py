@@ -11,8 +11,6 @@ Gradients of a unit stay separate until its backward is over. The root stays gat
 DDP: a gradient is copied to its bucket when it is ready. If the reduction has a dtype of its own, a copy is sent.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -6,8 +6,6 @@ The model is built on meta.
 minutes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import json

@@ -3,8 +3,6 @@
 `find` looks at the live model and says which it is; the tensors that only the wrapper knows are listed by the same code as
 for a backend of the lab's."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
