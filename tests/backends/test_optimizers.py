@@ -166,17 +166,6 @@ def test_what_torch_refuses_is_refused_in_a_sentence(name: str, args: dict[str, 
     check_optimizer(spec_of(name, args).replace(**refused.value.fix).workload)
 
 
-def test_a_spec_takes_any_name_and_plain_arguments() -> None:
-    spec = Spec().replace(optimizer="RMSprop", optimizer_args={"alpha": 0.5, "x": [1, [2]], "foreach": True})
-    assert spec.workload.optimizer_args == {"alpha": 0.5, "x": (1, (2,))} and hash(spec)
-    assert Spec.from_json(spec.to_json()) == spec
-    assert Spec().replace(optimizer="AdamW") == Spec() and Spec().replace(optimizer="SGD").workload.optimizer == "sgd"
-    for args in ({"x": None}, {"x": {}}, {"x": float("nan")}, {"capturable": True}, {"lr": 1}, {"a b": 1}):
-        assert Spec().validate(optimizer="RMSprop", optimizer_args=args) is not None, args
-    for name in ("", "torch.optim.Adam", "a b", 3, None):
-        assert Spec().validate(optimizer=name) is not None, name
-
-
 # -- frozen parameters -----------------------------------------------------------------------------------------------
 
 EARLY = ["transformer.wte.*", "transformer.wpe.*", "transformer.h.0.*"]  # nothing needs their backward
@@ -271,15 +260,6 @@ def test_patterns_that_freeze_nothing_or_everything_are_refused(patterns: list[s
     assert str(refused.value).startswith(f"workload.freeze: {said}")
     assert all(p.requires_grad for p in skeleton.parameters())
     frozen_names(skeleton, refused.value.fix["freeze"])
-
-
-def test_a_spec_keeps_its_patterns_once_each_and_takes_nothing_else() -> None:
-    one = Spec().replace(freeze=["a.*", "b", "a.*"])
-    assert one.workload.freeze == ("a.*", "b") and Spec.from_json(one.to_json()) == one and hash(one)
-    assert Spec().replace(freeze=None).id == Spec().id != one.id
-    for value in ("transformer.wte.*", [], [""], [3], {}, 1):
-        refused = Spec().validate(freeze=value)
-        assert refused is not None and str(refused).startswith("workload.freeze: ") and "give patterns" in str(refused)
 
 
 # -- rates of their own ----------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ REFUSED = [
     (f"{PLAN} --micro-batch 99999999", "workload.micro_batch: 99,999,999 samples"),
     (f"{PLAN} --network -4", "network: -4.0 Gb/s is refused"),
     (f"{PLAN} --memory 0", "--memory 0 is refused"),
-    ("plan --hardware t4 --precision bf16", "a t4 has no matrix products in bf16"),
+    ("plan --hardware t4 --precision bf16", "a t4 has no matrix products in bf16; use fp16, fp32"),
     (f"{PLAN},h200", "--hardware h100,h200 is a list, which only --page takes; name one GPU"),
     (f"{PLAN} --link '1 GB/s'", "--link emulates a network while training"),
     (f"{PLAN} --find largest --ranks 8,16", "--find largest takes one value"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,10 +17,12 @@ from torch.profiler import DeviceType
 from transformers import masking_utils
 
 from fsdp_lab.base.events import StepEvent
+from fsdp_lab.export import export_script
 from fsdp_lab.rank import trainer as trainer_module
 from fsdp_lab.rank.ledger import KernelTimes
 from fsdp_lab.rank.trainer import _pinned
 from fsdp_lab.spec.spec import Spec
+from tests.export.ranks import losses_of, torchrun
 from tests.pool import Place, Pool
 from tests.rank.test_session import DDP, session
 
@@ -180,3 +184,15 @@ def test_a_batch_on_the_gpu_stays_there() -> None:
     batch = {"ids": torch.ones(2, device="cuda"), "labels": torch.ones(2)}
     pinned = _pinned(batch, torch.device("cuda:0"))
     assert pinned["ids"] is batch["ids"] and pinned["labels"].is_pinned()
+
+
+def test_a_spec_and_its_script_train_under_torchrun_as_a_session_does(
+    ran: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {"backend": "fsdp2"}
+    given, file = as_spec(devices=ONE, **changes), tmp_path / "spec.json"
+    file.write_text(given.to_json())
+    wanted = pytest.approx([e.mean_loss for e in told_by(ran, "fp32", EACH.index(changes))], rel=1e-5)
+    printed = torchrun(1, "-m", "fsdp_lab.rank", file, "--steps", "3").splitlines()
+    assert [json.loads(line)["mean_loss"] for line in printed if line.startswith("{")] == wanted
+    assert losses_of(torchrun(1, export_script(given, tmp_path / "train.py"), "--steps", "3")) == wanted

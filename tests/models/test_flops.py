@@ -100,8 +100,6 @@ def test_a_gpu_that_is_not_in_the_table_is_measured(monkeypatch: pytest.MonkeyPa
     assert device_peak("cuda:0", torch.float32).source == "measured: here" and len(asked) == 1
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     assert device_peak("cuda:0", torch.bfloat16) == (989.4e12, "NVIDIA H200 data sheet, dense bf16") and len(asked) == 1
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    assert device_peak("cuda:0", torch.bfloat16) == (989.4e12, "NVIDIA H100 data sheet, dense bf16") and len(asked) == 1
 
 
 def test_a_step_above_the_peak_raises_it_and_the_source_says_so() -> None:
