@@ -98,8 +98,6 @@ class _Unit:
 
 
 class Yours(Backend):
-    """See the module."""
-
     has_user_code = True
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:

@@ -36,7 +36,7 @@ class SentenceError(Exception):
     cause: Cause | None = None
 
     def _render_traceback_(self) -> list[str]:
-        shell = _shell()  # which calls this
+        shell: Any = sys.modules["IPython"].get_ipython()  # which calls this
         if shell.InteractiveTB.mode == "Verbose":
             return list(shell.InteractiveTB.structured_traceback(type(self), self, self.__traceback__))
         name_of = getattr(shell.compile, "format_code_name", lambda file: None)  # "Cell", "In[3]"
@@ -45,12 +45,6 @@ class SentenceError(Exception):
         places = [" ".join(name_of(f.filename) or ("File", f.filename)) for f in frames]
         lines = [f"{place}, line {f.lineno}\n----> {f.line}" for place, f in zip(places, frames, strict=True)]
         return [*lines, f"{type(self).__name__}: {self}"]
-
-
-def _shell() -> Any:
-    """IPython's shell; None in a script."""
-    ipython = sys.modules.get("IPython")
-    return None if ipython is None else ipython.get_ipython()
 
 
 class FieldError(SentenceError, ValueError):

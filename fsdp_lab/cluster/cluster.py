@@ -209,7 +209,6 @@ class Cluster:
 
     @property
     def lost(self) -> dict[int, RankLost]:
-        """Ranks that are gone."""
         return self.membership.lost
 
     @property

@@ -35,8 +35,6 @@ _ABOUT = ("readme*", "license*", "licence*", "_*", "dataset_info.json", "dataset
 
 
 class Format(Enum):
-    """The format of a file."""
-
     TEXT = "text"
     JSON = "JSON"
     PARQUET = "Parquet"

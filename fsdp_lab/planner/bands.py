@@ -174,7 +174,6 @@ def of_network(errors: TimeErrors) -> TimeErrors:
 
 
 def uncertainties(errors: TimeErrors, machine: Machine) -> Iterator[tuple[RateKind, float]]:
-    """The uncertainty of each kind on a machine."""
     beyond = max(0.0, math.log2(machine.ranks / errors.ranks))
     for kind, size in errors.sizes.items():
         if kind is RateKind.COMPUTING and machine.device.name not in errors.devices:

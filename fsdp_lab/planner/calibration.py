@@ -206,7 +206,7 @@ class Calibration:
     def _host(self, backend: str, rates: Rates) -> HostOverhead:
         """The overhead per step, collective and tensor, from the unexplained time of the small models' steps."""
         unexplained = {
-            role: (seconds, model.sends, sum(len(unit.parameters) for unit in model.units))
+            role: (seconds, model.sends.total(), sum(len(unit.parameters) for unit in model.units))
             for role, (seconds, model) in self._unexplained(backend, rates).items()
         }
         deep, shallow, whole = unexplained["deep"], unexplained["shallow"], unexplained.get("whole")

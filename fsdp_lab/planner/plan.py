@@ -18,7 +18,6 @@ from fsdp_lab.planner.bands import (
     Band,
     CalibratedErrors,
     ErrorScale,
-    Quantiles,
     TimeErrors,
     error_scale,
     of_network,
@@ -129,17 +128,12 @@ class Plan:
         return ratio > self.scale.apart(other.scale, self._errors.between, self._errors.quantiles.at(COVERED))
 
     def tokens_per_s_band(self, level: float = COVERED) -> Band:
-        """The band of the tokens per second of all ranks."""
         return self.step_time_band_s(level).inverse(self.tokens)
 
-    def memory_band_bytes(self, of_bytes: float, level: float = COVERED) -> Band:
+    def memory_band_bytes(self, of_bytes: float) -> Band:
         """The interval around a predicted peak."""
-        width = self._memory_errors.at(level)
+        width = MEMORY_ERRORS[self.machine.device.type].at(COVERED)
         return Band(of_bytes * math.exp(-width), of_bytes * math.exp(width))
-
-    @property
-    def _memory_errors(self) -> Quantiles:
-        return MEMORY_ERRORS[self.machine.device.type]
 
     @property
     def fits_probability(self) -> float:
@@ -147,7 +141,9 @@ class Plan:
         available = self.margin_bytes + self.memory.reserved_bytes
         if available <= 0:
             return 0.0
-        return self._memory_errors.probability_below(math.log(available / self.memory.reserved_bytes))
+        return MEMORY_ERRORS[self.machine.device.type].probability_below(
+            math.log(available / self.memory.reserved_bytes)
+        )
 
     @property
     def binding(self) -> str:

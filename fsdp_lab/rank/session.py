@@ -143,20 +143,12 @@ class Session:
     def _spec(self, given: Mapping[str, Any]) -> Spec:
         return Spec.from_dict(given).with_code(self._code)
 
-    def apply(
-        self,
-        run: str,
-        spec: Mapping[str, Any],
-        fresh: bool = False,
-        evaluated: int = 0,
-        prompts: Sequence[str] = (),
-        sampling: Mapping[str, Any] = {},
-    ) -> dict[str, Any]:
-        """Make `spec` the training of the next `train`; collective. Refused unless `evaluated` samples are held out and its
-        model can continue `prompts`; a refusal changes nothing. Live state moves into the new layout, unless `fresh`, or a
-        field of LINEAGE differs: then training starts at step 0. Returns what `_applied` does."""
+    def apply(self, run: str, spec: Mapping[str, Any], fresh: bool = False, **required: Any) -> dict[str, Any]:
+        """Make `spec` the training of the next `train`; collective. Refused where it cannot be evaluated as `required` (see
+        `_evaluable`), which changes nothing. Live state moves into the new layout, unless `fresh`, or a field of LINEAGE
+        differs: then training starts at step 0. Returns what `_applied` does."""
         start_s = time.perf_counter()
-        wanted, require = self._spec(spec), _evaluable(evaluated, prompts, sampling)
+        wanted, require = self._spec(spec), _evaluable(**required)
         with self._exclusive():
             carried = self._lifecycle.apply(run, wanted, require, fresh=fresh)
         return self._applied(start_s, carried=carried)
@@ -334,19 +326,11 @@ class Session:
         drop(path)
         return {}
 
-    def restore(
-        self,
-        run: str,
-        spec: Mapping[str, Any],
-        path: str,
-        evaluated: int = 0,
-        prompts: Sequence[str] = (),
-        sampling: Mapping[str, Any] = {},
-    ) -> dict[str, Any]:
+    def restore(self, run: str, spec: Mapping[str, Any], path: str, **required: Any) -> dict[str, Any]:
         """As `apply`, with the values of the checkpoint at `path`, which may be of another backend, sharding and number of
         ranks. Raises FieldError if it is incomplete, or of another training; the live training may be dropped then."""
         start_s = time.perf_counter()
-        wanted, require = self._spec(spec), _evaluable(evaluated, prompts, sampling)
+        wanted, require = self._spec(spec), _evaluable(**required)
         with self._exclusive():
             notes = self._lifecycle.restore(run, wanted, str(on_this_host(path)), require)
         return self._applied(start_s, carried=True, notes=notes)
@@ -522,12 +506,12 @@ class Session:
         )
 
 
-def _evaluable(samples: int, prompts: Sequence[str], sampling: Mapping[str, Any]) -> Require:
-    """Raises FieldError where so many samples cannot be evaluated, or these prompts not continued."""
+def _evaluable(evaluated: int = 0, prompts: Sequence[str] = (), sampling: Mapping[str, Any] = {}) -> Require:
+    """Raises FieldError where fewer than `evaluated` samples are held out, or the model cannot continue the prompts."""
     wanted = Sampling(**sampling)
 
     def require(spec: Spec, batches: Batches) -> None:
-        batches.check_held_out(samples)
+        batches.check_held_out(evaluated)
         if prompts:
             encoded(spec, batches, prompts, wanted)
 

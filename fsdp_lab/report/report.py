@@ -144,7 +144,6 @@ def embedded(value: Any) -> str:
 
 
 def _field(value: Any) -> str:
-    """The value of a field of a Spec."""
     if isinstance(value, Mapping) and "param" not in value:
         return json.dumps(value)
     return "–" if value is None else describe_value("", value)

@@ -281,7 +281,6 @@ def _row(run: RunView | Refusal, label: str, flat: Mapping[str, Any], differing:
 
 
 def _compared(row: Row, base_row: Row, run: RunView | Refusal, base: RunView) -> Row:
-    """The row with its parity and ratios."""
     if isinstance(run, Refusal):
         return row
     verdict = parity(base, run)

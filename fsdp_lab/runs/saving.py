@@ -37,8 +37,6 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedCheckpoint:
-    """A checkpoint that a run took."""
-
     step: int
     kind: str  # one of `checkpoints.KINDS`
     stall_s: float  # how long training was interrupted; writing overlaps with training
@@ -54,7 +52,6 @@ class SavedCheckpoint:
 
     @property
     def words(self) -> str:
-        """Its outcome, as text."""
         if self.pending:
             return f"step {self.step} is being saved"
         if self.path is not None:

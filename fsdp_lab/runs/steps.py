@@ -91,10 +91,6 @@ class Step:
         """Throughput of all ranks together; NaN where their tokens are not known."""
         return (sum(e.tokens for e in self.events) or math.nan) / self.step_time_s
 
-    def by_rank(self, value: Mapping[int, float]) -> list[float]:
-        """One number per rank, NaN where it is missing."""
-        return [value.get(rank, math.nan) for rank in range(self.world_size)]
-
 
 def assemble_all(events: Iterable[StepEvent]) -> list[Step]:
     """Every step of every attempt, abandoned ones included, in order of attempt and step."""

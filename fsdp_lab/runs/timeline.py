@@ -88,7 +88,8 @@ class Timeline:
         traced = sorted((e for e in events if e.spans), key=lambda e: e.rank)
         if not traced:
             raise ValueError("a timeline needs the events of a traced step: none of these has spans")
-        valid = {e.rank: sorted(filter(_is_valid, e.spans), key=attrgetter("start_s", "end_s")) for e in traced}
+        finite = {e.rank: [s for s in e.spans if -math.inf < s.start_s <= s.end_s < math.inf] for e in traced}  # no NaN
+        valid = {rank: sorted(spans, key=attrgetter("start_s", "end_s")) for rank, spans in finite.items()}
         measured = [e for e in traced if e.clock_error_s is not None and math.isfinite(e.clock_error_s)]
         compared = {e.rank: e for e in measured if math.isfinite(e.begin_s)}
         contradicted = contradicted_ranks(compared, valid)
@@ -247,10 +248,6 @@ def _meetings(events: Mapping[int, StepEvent], spans: Mapping[int, Sequence[Span
             issued[rank] = e.begin_s + s.start_s - error_s
             ended[rank] = e.begin_s + s.end_s + error_s
     return {key: pair for key, pair in times.items() if key not in ambiguous}
-
-
-def _is_valid(span: Span) -> bool:
-    return -math.inf < span.start_s <= span.end_s < math.inf  # False with NaN
 
 
 def _has_unseen_waits(lane: RankLane) -> bool:

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import enum
 import functools
-import importlib.metadata
 import os
 import platform
 import re
@@ -25,6 +24,7 @@ from fsdp_lab.base.formatting import Table
 from fsdp_lab.base.generation import Completion
 from fsdp_lab.base.process import usable_cores
 from fsdp_lab.cluster import ClusterError
+from fsdp_lab.cluster.host_script import version
 from fsdp_lab.export import export_script, export_spec
 from fsdp_lab.runs.diagnosis import Diagnosis, diagnose
 from fsdp_lab.runs.evaluation import EarlyStopping, Evaluation
@@ -161,10 +161,9 @@ class Request(Awaited[T]):
 
 
 class RunView(Protocol):
-    """A `Run`, or a stored one. Reading it never waits for a rank. `spec`: the one applied last; of a watched loop,
-    what is known of it. `reason`: why the run is in its state, in a sentence, or empty. `cause`: of a failure, where it is a
-    known one. `notes`: how far to trust its
-    times, a sentence each. `environment`: a `fingerprint`."""
+    """A `Run`, or a stored one. Reading it never waits for a rank. `spec`: the one applied last; of a watched loop, what is
+    known of it. `reason`: why the run is in its state, in a sentence, or empty. `cause`: of a failure, where it is a known
+    one. `notes`: how far to trust its times, a sentence each. `environment`: a `fingerprint`."""
 
     @property
     def id(self) -> str: ...
@@ -317,7 +316,7 @@ def _machine() -> Mapping[str, Any]:
         "memory_bytes": int(psutil.virtual_memory().total),
         "system": platform.platform(),
         "python": platform.python_version(),
-        **{name.replace("-", "_"): _version(name) for name in PACKAGES},
+        **{name.replace("-", "_"): version(name) for name in PACKAGES},
     }
 
 
@@ -327,13 +326,6 @@ def cpu_model(file: Path = CPUINFO) -> str:
         if name := re.search(r"^model name\s*:\s*(.+)$", file.read_text(), re.MULTILINE):
             return name[1].strip()
     return platform.processor() or platform.machine()
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def describe_environment(environment: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models.build import build_skeleton, freeze, frozen_names
 from fsdp_lab.models.configs import resolve
 from fsdp_lab.rank import lifecycle
-from fsdp_lab.spec.optimizer import _ELSEWHERE, _KNOWN, _SLOTS, KERNELS, OPTIMIZERS, TorchOptimizer
+from fsdp_lab.spec.optimizer import _KNOWN, _SLOTS, ELSEWHERE, KERNELS, OPTIMIZERS, TorchOptimizer
 from fsdp_lab.spec.param_groups import key_of, matches
 from fsdp_lab.spec.spec import Spec
 from tests.backends.test_parity import BACKENDS, SMALL, outcome, sharded, spec
@@ -41,7 +41,7 @@ def spec_of(name: str, args: dict[str, Any], backend: str = "lab", ranks: int = 
 def test_the_arguments_are_those_of_the_class_with_its_defaults(name: str) -> None:
     _, known = _KNOWN[name]
     signature = dict(inspect.signature(getattr(torch.optim, TorchOptimizer(name=name).class_name)).parameters)
-    assert known.keys() == signature.keys() - _ELSEWHERE.keys()
+    assert known.keys() == signature.keys() - ELSEWHERE.keys()
     assert {a: signature[a].default for a in KERNELS} == dict.fromkeys(KERNELS)
     assert {a: default for a, default in known.items() if a not in KERNELS} == {
         a: signature[a].default for a in known.keys() - {*KERNELS}

@@ -140,7 +140,6 @@ class HoldingsPanel(BaseCard):
         return fig
 
     def update(self, moment: StepMoment) -> None:
-        """Draws a moment."""
         self._moment = moment
         frames = moment.frames[: self.ranks]
         units = self._axis.units

@@ -33,8 +33,6 @@ from fsdp_lab.spec.spec import Spec
 
 
 class FSDP1Memory(FlatMemory):
-    """FSDP1."""
-
     begun = False  # the first forward of a step drops the gradients of the last one
 
     def unit_bytes(self, unit: UnitShape) -> UnitBytes:
