@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from jupyter_client.manager import start_new_kernel
 
@@ -142,9 +141,6 @@ def test_a_new_kernel_goes_on_with_the_ranks_of_one_that_was_killed(temporary: P
 
         going_on = lab.run(lab.spec, fresh=False, steps=9).wait(60)
         assert going_on.switches[0].carried and sorted(told(going_on)) == [*range(step, step + 9)]
-        until(lambda: all(s.heartbeat is not None for s in lab.rank_status()), 15)
-        ports = [c for p in marked(token) for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-        assert len(ports) > 4 and {c.laddr.ip for c in ports} == {"127.0.0.1"}, "torch's ports too"
         again = lab.run(spec, steps=step + 9).wait(60)
         undisturbed = told(again)
         assert {n: undisturbed[n] for n in told(going_on)} == told(going_on), "losses and parameters, bit for bit"

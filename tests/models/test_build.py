@@ -16,7 +16,7 @@ from fsdp_lab.models.build import Initializer, build_skeleton, parameters_on_met
 from fsdp_lab.models.configs import resolve
 from fsdp_lab.models.wrapping import blocks, units
 from tests.engine.toys import make
-from tests.models.small import SIZES, SMALL, filled, part
+from tests.models.small import BART, SIZES, SMALL, filled, part
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -45,9 +45,6 @@ def test_a_skeleton_is_the_eager_model_without_its_values(name: str) -> None:
     assert bool(shared(skeleton)) == (name in ("gpt2", "llama tied", "bert", "t5"))
 
 
-HEADS = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
-LAYERS = {"encoder_layers": 2, "decoder_layers": 2}
-BART = {"model_type": "bart", "d_model": 32, "vocab_size": 300, **HEADS, **LAYERS}
 WIDTHS = {"d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 48}
 FUNNEL = {"model_type": "funnel", "vocab_size": 300, "block_sizes": [2, 2], "num_decoder_layers": 1, **WIDTHS}
 
