@@ -105,7 +105,7 @@ class Layout:
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
     """How what is reduced is cut. A rank's part has the n elements of its shard and then, if gradients are counted, one for
-    each parameter (see "Note: which gradients came" in gradients.py); n' in all, also on a 16-byte boundary."""
+    each parameter (see "Note: which gradients came" in buffer.py); n' in all, also on a 16-byte boundary."""
 
     sizes: tuple[int, ...]  # of all chunks, one after the other
     places: tuple[tuple[tuple[int, int, int], ...], ...]  # by parameter: chunk, and range of the gradient

@@ -72,7 +72,7 @@ class ShardPolicy:
     rules: Rules
     has_own_prefetch: bool  # whether prefetching was chosen for this unit; it is one for all units of a root
     shard_optimizer_only: bool  # ZeRO-1: gradients and gathered parameters keep their storage
-    map_shards: bool = False  # gathered parameters are the shards of all ranks where they are: see buffers.py
+    map_shards: bool = False  # gathered parameters are the shards of all ranks where they are: see extras/parameters.py
 
     @property
     def offload(self) -> OffloadPolicy:

@@ -457,7 +457,7 @@ class Runtime:
 
     def _let_shards_change(self, when: str) -> None:
         """Wait until no rank reads the shards of others any more, if it did: see "Note: shards that are mapped" in
-        buffers.py. What `unshard` has gathered are copies, with which a rank may compute alone."""
+        extras/parameters.py. What `unshard` has gathered are copies, with which a rank may compute alone."""
         groups = dict.fromkeys(unit.mesh.shard_group for unit in self.units if unit.policy.map_shards)
         reads, self._reads_shards = self._reads_shards, False
         for group in filter(None, groups if reads else ()):
