@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from fsdp_lab.spec.workload import Workload
 
 _MODEL, _LOSS, _DATA = "workload.model", "workload.loss", "workload.data"
 _RAISED = (Exception, SystemExit)  # by the user's code, of which no rank may end
+_PACKED = "find_packed_sequence_indices"
 _BUILD_HINT = "correct it; it is called without arguments, and returns an nn.Module"
 
 
@@ -202,7 +204,14 @@ def objective(workload: Workload) -> Callable[[nn.Module, Any], Tensor]:
     """Returns (model, batch on its device) -> loss, a scalar with a graph: the user's, or that which a model of
     transformers returns. Raises SpecError if its code is not here."""
     if not workload.is_own:
-        return lambda model, batch: model(**batch)["loss"]
+        unasked = positions_in_order()
+
+        def own(model: nn.Module, batch: Any) -> Tensor:
+            with unasked():
+                loss: Tensor = model(**batch)["loss"]
+            return loss
+
+        return own
     loss, name = loaded(_LOSS, workload.loss), code_name(workload.loss)
 
     def scalar(model: nn.Module, batch: Any) -> Tensor:
@@ -221,6 +230,41 @@ def objective(workload: Workload) -> Callable[[nn.Module, Any], Tensor]:
         return value.reshape(())
 
     return scalar
+
+
+def positions_in_order() -> Callable[[], AbstractContextManager[None]]:
+    """Returns a context for the forwards of one model of transformers, whose batches have no positions.
+
+    Its masks ask whether positions begin anew within a row, as where several sequences are packed, and that read waits for
+    the device in every forward. Without positions in the batch a model counts them itself, the same in every forward: so
+    the first answer stands, if it was no. Nothing changes while torch compiles, or where transformers asks otherwise."""
+    asks: Any = None
+    begin_anew: bool | None = None
+
+    def answer(position_ids: Tensor) -> Tensor | None:
+        nonlocal begin_anew
+        if torch.compiler.is_compiling():
+            return asks(position_ids)  # type: ignore[no-any-return]
+        if begin_anew is False:
+            return None
+        found: Tensor | None = asks(position_ids)
+        begin_anew = begin_anew or found is not None
+        return found
+
+    @contextmanager
+    def unasked() -> Iterator[None]:
+        nonlocal asks
+        masks: Any = sys.modules.get("transformers.masking_utils")
+        asks = getattr(masks, _PACKED, None)
+        if asks is not None:
+            setattr(masks, _PACKED, answer)
+        try:
+            yield
+        finally:
+            if asks is not None:
+                setattr(masks, _PACKED, asks)
+
+    return unasked
 
 
 class OwnSource(Source):

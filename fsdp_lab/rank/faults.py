@@ -51,6 +51,10 @@ class FaultInjector:
         self._context.restore_link()
         return count
 
+    @property
+    def are_armed(self) -> bool:
+        return bool(self._armed)
+
     @contextmanager
     def during(self, trainer: Trainer) -> Iterator[None]:
         """The context of one step. Faults that happen in it are not armed any more."""

@@ -95,7 +95,8 @@ class StepMeter:
         self._curve: tuple[MemorySample, ...] = ()  # of the step in progress, if it is a ledger step
         self._trace: StepTrace | None = None  # of the step in progress, or the last one
         self._start_s = 0.0
-        self._start: Any = None
+        self._start: Any = None  # marks of the step in progress, or the last one
+        self._end: Any = None
         self._anchor: tuple[Any, float] | None = None
 
     @property
@@ -111,13 +112,12 @@ class StepMeter:
         self._recompiled.take()
         self._trace = StepTrace(self._backend.unit_modules(), self._device) if traced else None
         self._curve = ()
-        if self._streams is None:
-            self._context.start_timing()
-        else:
+        if self._streams is not None:
             if self._anchor is None:  # the first of a chunk of steps
                 self._streams.synchronize()
                 self.synchronised()
             self._start = self._streams.mark()
+        self._context.start_timing(self._anchor)
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
         self._start_s = time.perf_counter()
@@ -132,12 +132,15 @@ class StepMeter:
         finally:
             self._recording = None
 
-    def synchronised(self) -> None:
-        """Call it when the host has just waited for the device's current stream."""
+    def synchronised(self, mark: Any = None) -> None:
+        """Call it when the host has just waited for the device's current stream, or for a mark."""
         if self._streams is not None:
-            self._context.read_timing()
-            self._context.start_timing()
-            self._anchor = (self._streams.mark(), time.perf_counter())
+            self._anchor = (mark or self._streams.mark(), time.perf_counter())
+
+    def await_end(self) -> None:
+        """Wait until the device has ended the step that `end` was called for last."""
+        if self._end is not None:
+            self._end.synchronize()
 
     def pause(self, *, wait: bool = True) -> None:
         """Call it after the last of some steps; waits for the device, so that everything can be read. The next step begins
@@ -146,7 +149,6 @@ class StepMeter:
             self._anchor = None
             if wait:
                 self._streams.synchronize()
-                self._context.read_timing()
 
     def part(self, name: str) -> None:
         """Begin the next part of the step: "forward", "backward" or "optimizer"."""
@@ -169,16 +171,18 @@ class StepMeter:
         """Call it when there will be more state than `after_update` found."""
         self._optimizer = 0
 
-    def end(self) -> StepReader:
-        """Call it after the context of a step; does not wait for the device. What it returns is called after `synchronised`
-        or `pause`; `begin_s` is on this rank's clock. Where the device has not ended the step, its time is the host's, and
-        it has no spans."""
+    def end(self, *, gradients: bool = False) -> StepReader:
+        """Call it after the context of a step; does not wait for the device. `gradients`: they are still held. What it
+        returns is called after `await_end` or `pause`; `begin_s` is on this rank's clock. Where the device has not ended the
+        step, its time is the host's, and it has no spans."""
+        read_times = self._context.end_timing()
         if self._streams is None:
-            self._context.read_timing()
+            read_times()
         start_s, end_s, begin, anchor = self._start_s, time.perf_counter(), self._start, self._anchor
-        end: Any = None if self._streams is None else self._streams.mark()
+        end = self._end = None if self._streams is None else self._streams.mark()
         collectives, copies = self._context.meter.take(), self._context.meter.take_copies()
-        measured: dict[str, Any] = {"end_unix_s": time.time(), "memory": self._memory(), "memory_curve": self._curve}
+        measured: dict[str, Any] = {"end_unix_s": time.time(), "memory_curve": self._curve}
+        measured["memory"] = self._memory(self._gradients if gradients else 0)
         measured |= {"recompiled": self._recompiled.take()}
         trace_of_step = self._trace
 
@@ -186,6 +190,7 @@ class StepMeter:
             begin_s, seconds, trace = start_s, end_s - start_s, trace_of_step
             if self._streams is not None:
                 if anchor is not None and end.query():
+                    read_times()
                     begin_s = anchor[1] - begin.elapsed_time(anchor[0]) / 1e3  # which was reached at a known time
                     seconds = begin.elapsed_time(end) / 1e3
                 else:
@@ -235,7 +240,8 @@ class StepMeter:
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
-    def _memory(self) -> Memory:
+    def _memory(self, held_bytes: int) -> Memory:
+        """`held_bytes`: of what is not held between steps, and still is."""
         parameters, gradients, optimizer, host = self._parameters, self._gradients, self._optimizer, 0
         if self._offload != "none":
             host, gradients, optimizer = parameters + gradients + optimizer, 0, 0
@@ -251,7 +257,7 @@ class StepMeter:
             loading_bytes=self._loading_bytes,
         )
         if self._on_gpu:
-            return self._gpu_memory(whole)
+            return self._gpu_memory(whole, held_bytes)
         # On a CPU the last ledger step is repeated: no allocator statistics exist, and all steps allocate the same.
         if self.ledger is not None:
             allocated, peak = self.ledger.end_bytes, self.ledger.peak
@@ -261,7 +267,7 @@ class StepMeter:
         whole = dataclasses.replace(whole, peak_bytes=peak.total_bytes, at_peak=peak)
         return dataclasses.replace(whole, allocated_bytes=allocated, outside_bytes=outside)
 
-    def _gpu_memory(self, m: Memory) -> Memory:
+    def _gpu_memory(self, m: Memory, held_bytes: int) -> Memory:
         """The allocator's statistics. What it reports beyond the last ledger step counts as other, and what is missing to it
         is taken from other and activations: the classes add up to its peak."""
         reserved, peak = torch.cuda.memory_reserved(self._device), torch.cuda.max_memory_allocated(self._device)
@@ -274,7 +280,7 @@ class StepMeter:
             m,
             peak_bytes=peak,
             at_peak=dataclasses.replace(classes, other_bytes=max(0, other), activations_bytes=activations),
-            allocated_bytes=torch.cuda.memory_allocated(self._device),
+            allocated_bytes=torch.cuda.memory_allocated(self._device) - held_bytes,
             reserved_bytes=reserved,
             outside_bytes=max(0, total - free - reserved),
         )

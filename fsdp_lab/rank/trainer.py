@@ -7,9 +7,18 @@ every rank has all its gradients. If a step is aborted before the vote, all rank
 waits for the result, the others decide: a rank that has the result has committed, and passes it on (abort.py). No rank
 applies a result that is not finite, unless fp16's loss scale can still be lowered.
 
-Note: one synchronisation a step. Loss and norm are read from the device together, right before the vote: the only point of
-a step at which the host waits for a GPU. The update is timed by marks on the device's stream that are read at the next
-step's vote, so the event of a step is complete one step later (`advance`), or when `finish` waits for the device.
+Note: one synchronisation a step. Loss and norm are read from the device together: the only point of a step at which the
+host waits for a GPU. The update is timed by marks on the device's stream that are read in the next step, so the event of a
+step is complete one step later (`advance`), or when `finish` waits for the device.
+
+Note: the vote of a GPU. Over NCCL, and on one rank, the device itself sums the votes, and the host reads the result: before
+the update, or, where nothing needs it earlier (`_reads_late`), when the next step begins. Then the device has the update to
+do meanwhile, which it leaves out itself where the result is not finite or not every rank's vote has come: the third number
+of the vote is 1 on each rank, or nan where loss or norm are not finite or the rank was aborted (`WireContext.alive`). Until
+the result is read the gradients stay and the step is not committed. So all of the first note holds: a rank whose device has
+every vote has committed, another one still has the gradients to do so. Ranks need not read at the same time. Votes stay on
+the host on a CPU, where ranks share a GPU, under offload, whose gradients are on the host, and where no collective goes
+over all ranks (hybrid sharding): there NCCL would make one more communicator for them.
 
 Note: bits of the norm. Squares are summed in float64, where a square of an fp32 number is exact, and the norm is rounded
 to fp32's precision. So neither it nor clipped gradients depend on how backends cut gradients into tensors and shards.
@@ -90,6 +99,14 @@ class TrainingProgress:
     vote: tuple[float, ...] = ()  # the result of the last committed step's vote
 
 
+@dataclass(frozen=True, kw_only=True)
+class UnreadVote:
+    """The result of a vote for which the host has not waited."""
+
+    told: Tensor  # [4] in pinned memory: this rank's loss; the sums of losses, squared norms and ranks
+    reached: Any  # the mark behind which it is there
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
 class Trainer:
     """Trains under one Spec. The trainer of the next Spec is given `progress` and `scaler`."""
@@ -117,6 +134,7 @@ class Trainer:
         # A committed step without its event, and what the host knows of it: the device may still be at its update.
         self._ended: tuple[StepReader, dict[str, Any]] | None = None
         self._complete_events: list[StepEvent] = []  # that were not returned
+        self._unread: UnreadVote | None = None  # of the step before, which then is not committed yet
         self._steps_here = 0
         self._ledger_due = ledger is None
 
@@ -125,38 +143,38 @@ class Trainer:
         events = self.advance(slow=slow, ledger=ledger, traced=traced)
         return [*events, *self.finish()][-1]
 
-    def advance(self, *, slow: bool = False, ledger: bool = False, traced: bool = False) -> list[StepEvent]:
+    def advance(
+        self, *, slow: bool = False, ledger: bool = False, traced: bool = False, late: bool = False
+    ) -> list[StepEvent]:
         """Forward, backward, vote, update. `slow`: it is stopped between phases; `traced`: its event gets spans;
         `ledger`: it is a ledger step. The third step after a switch always is one; an earlier request is postponed until
-        then. Returns the events that are complete now: on a CPU this step's, on a GPU that of the step before, if it was
-        not returned. Raises RankAborted or WireTimeout if it is aborted, NotFinite if it cannot be applied."""
+        then. `late`: another step follows at once, in which its vote may be read (see the notes). Returns the events that
+        are complete now: on a CPU this step's, on a GPU that of the step before, if it was not returned. Raises RankAborted
+        or WireTimeout if it is aborted, NotFinite if it, or the step before, cannot be applied."""
+        self.read_vote()
         self._ledger_due = self._ledger_due or ledger
         busy = slow or torch.autograd._profiler_enabled()  # only one profiler can be active
         ledger = self._ledger_due and self._steps_here >= _LEDGER_STEP and not busy
         inspected = self.backend.begin_step(self.progress.step)
         carriers = self.carriers() if self.is_first else ()  # here nothing else is held than between steps
         self._forward_state.copy()
-        with self.meter.step(ledger=ledger, traced=traced and not slow):
-            self.state = StepState.COMPUTING
-            scale, rate = self.scaler.scale, self._rate_factor()
-            total = self._accumulate()
-            loss, (mean_loss, norm, skipped) = self._vote_and_update(total)
-        fields = {
-            "step": self.progress.step - 1,
-            "samples": self.progress.samples,
-            "loss": loss,
-            "mean_loss": mean_loss,
-            "grad_norm": norm,
+        scale, rate = self.scaler.scale, self._rate_factor()
+        fields: dict[str, Any] = {
+            "step": self.progress.step,
+            "samples": self.progress.samples + self.spec.global_batch,
             "lr": self.spec.workload.lr * rate,
             "loss_scale": scale if self.scaler.enabled else None,
-            "skipped": skipped,
             "first_after_switch": self.is_first,
             "carriers": carriers,
             "ledger": ledger,
             "inspected": inspected,
             "slow": slow,
         }
-        self._ended = self.meter.end(), fields
+        late = late and not (slow or ledger or traced or inspected) and self._reads_late()
+        with self.meter.step(ledger=ledger, traced=traced and not slow):
+            self.state = StepState.COMPUTING
+            fields |= self._vote_and_update(self._accumulate(), late=late)
+        self._ended = self.meter.end(gradients=self._unread is not None), fields
         self._steps_here += 1
         self._ledger_due = self._ledger_due and not ledger
         if not self.meter.runs_behind:
@@ -171,8 +189,11 @@ class Trainer:
     def finish(self, *, wait: bool = True) -> list[StepEvent]:
         """The events that are not returned yet, for which it waits for the device; without `wait`, as after an abort, it
         takes the times that are known now."""
+        if wait:
+            self.read_vote()
         self.meter.pause(wait=wait)
-        self._complete()
+        if self._unread is None:
+            self._complete()
         return self._taken()
 
     def _taken(self) -> list[StepEvent]:
@@ -240,47 +261,118 @@ class Trainer:
         first = int(self.batches.samples(self.progress.samples, micro)[0])
         return seeded(w.seed, first, device=device) if w.is_own else drawing(w.seed, first, device)
 
-    def _vote_and_update(self, total: Tensor) -> tuple[float, tuple[float, float, bool]]:
-        """Returns this rank's mean loss; and what `commit` does."""
+    def _vote_and_update(self, total: Tensor, *, late: bool) -> dict[str, Any]:
+        """Returns what the vote tells of the step's event; nothing if it is to be read later."""
         self.meter.part("optimizer")
-        loss, squared = self._loss_and_norm(total)
-        self.meter.synchronised()
-        self._complete()
+        vote = self._loss_and_norm(total)
         self.world.context.check()
         self.state = StepState.VOTING
-        vote = self._cast(loss, squared)
+        self._cast(vote)
+        fields: dict[str, Any] = {}
+        if vote.numel() == 3:
+            fields = self._decide(vote.tolist())
+        elif late:
+            self._update_guarded(vote)
+        else:
+            told = _read(*vote.unbind())
+            self.meter.synchronised()
+            self.world.context.check()
+            fields = self._decide(told)
+        if self._ended is not None:
+            self.meter.await_end()  # of the step before: the device has long been there
+            self._complete()
+        return fields
+
+    def _loss_and_norm(self, total: Tensor) -> Tensor:
+        """This rank's mean loss; and its vote: that loss, and its squared gradient norm. [3] in float64 on the host, for
+        which it waits; or [4] on a device that votes itself: see the note."""
+        squared = squared_norm(self.backend.gradients(), total.device)
+        if not self.world.sums_on_device(squared):
+            loss, norm = _read(total, squared)
+            self.meter.synchronised()
+            loss /= self.spec.workload.accumulate
+            return torch.tensor([loss, loss, norm if norm <= _LARGEST_SQUARE else math.inf], dtype=torch.float64)
+        mean = total.double() / self.spec.workload.accumulate
+        squared = squared.masked_fill(squared > _LARGEST_SQUARE, math.inf)
+        is_valid = self.world.context.alive(squared) + 0.0 * (mean + squared)
+        return torch.stack([mean, mean, squared, is_valid])
+
+    def _cast(self, vote: Tensor) -> None:
+        """Sum all but the first number over the ranks; collective."""
+        self.world.control(vote[1:])
+
+    def _reads_late(self) -> bool:
+        """Whether the vote of a step may be read after its update. It is read before where it is needed: to clip, for fp16's
+        loss scale, and in the first steps; and with optimizers that cannot leave an update out by a flag of the device, as
+        torch's fused ones do for its GradScaler. SGD's would not begin a momentum right in such a step."""
+        optimizer = self.backend.optimizer
+        is_guarded = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        if optimizer.defaults.get("momentum"):
+            is_guarded &= all(p in optimizer.state for group in optimizer.param_groups for p in group["params"])
+        needed = self.spec.workload.clip_norm is not None or self.scaler.enabled or self.backend.has_user_code
+        return is_guarded and not needed and self._steps_here > _LEDGER_STEP
+
+    def _update_guarded(self, vote: Tensor) -> None:
+        """Update, if the device finds that the vote allows it; `read_vote` commits. vote: [4]"""
+        streams, optimizer = self.world.context.streams, self.backend.optimizer
+        assert streams is not None
+        told = streams.host_memory(4, torch.float64).copy_(vote, non_blocking=True)
+        unread = UnreadVote(told=told, reached=streams.mark())
+        optimizer.found_inf = (vote[3] != self.info.world_size).float()  # type: ignore[attr-defined]
+        try:
+            self._update()
+        finally:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+        self._unread = unread
+
+    def read_vote(self, *, aborted: bool = False) -> None:
+        """Commit the step before, if its vote was not read; waits for the device. Raises as `advance`. `aborted`: after an
+        abort, which may have met the device anywhere. Then it commits if the device had every rank's vote; if not, the
+        device has updated nothing, and this rank is as one that waits for the result."""
+        if self._unread is None:
+            return
+        unread, ended = self._unread, self._ended
+        was_there = unread.reached.query()
+        unread.reached.synchronize()
+        if not aborted:
+            self.world.context.check()
+            if not was_there:  # else it came at some earlier time
+                self.meter.synchronised(unread.reached)
+        self._unread = self._ended = None
+        told = unread.told.tolist()
+        if not aborted or told[3] == self.info.world_size:
+            fields = self._decide(told, updated=True)
+            if ended is not None:
+                self._ended = ended[0], ended[1] | fields
+
+    def _decide(self, told: Sequence[float], *, updated: bool = False) -> dict[str, Any]:
+        """Commit, and return the fields of `_vote_and_update`; or raise. told: as of `_loss_and_norm`, the vote summed.
+        `updated`: by the device, if the vote allows it."""
+        loss, *vote = told[:3]
+        is_finite = all(map(math.isfinite, vote))
+        if is_finite and told[3:] not in ([], [self.info.world_size]):
+            self.world.context.await_abort()  # of another rank
         overflows = self.scaler.enabled and self.scaler.scale > 1.0  # fp16's scale may be the cause, and can be lowered
-        if not (all(map(math.isfinite, vote)) or overflows):
+        if not (is_finite or overflows):
             step = self.progress.step
             raise not_finite(step=step, loss=loss, backend=self.backend, world=self.world, repeat=self._repeat)
-        return loss, self.commit(vote)
-
-    def _loss_and_norm(self, total: Tensor) -> tuple[float, float]:
-        """Returns this rank's mean loss and squared gradient norm. Waits for the device."""
-        loss, squared = _read(total, squared_norm(self.backend.gradients(), total.device))
-        return loss / self.spec.workload.accumulate, squared if squared <= _LARGEST_SQUARE else math.inf
-
-    def _cast(self, loss: float, squared: float) -> list[float]:
-        """Returns the sums over ranks; collective."""
-        vote = torch.tensor([loss, squared], dtype=torch.float64)
-        self.world.control(vote)
-        sums: list[float] = vote.tolist()
-        return sums
+        mean_loss, norm, skipped = self.commit(vote, updated=updated)
+        return {"loss": loss, "mean_loss": mean_loss, "grad_norm": norm, "skipped": skipped}
 
     def _repeat(self) -> None:
         self.discard()
         self.state = StepState.COMPUTING
         self._accumulate()
 
-    def commit(self, vote: Sequence[float]) -> tuple[float, float, bool]:
-        """Update, or skip the update; every rank does the same with the same result. Not collective, so it cannot be
-        aborted. If it raises, it can be called again (abort.py): gradients are not scaled twice."""
+    def commit(self, vote: Sequence[float], *, updated: bool = False) -> tuple[float, float, bool]:
+        """Update, unless the device has, or skip the update; every rank does the same with the same result. Not collective,
+        so it cannot be aborted. If it raises, it can be called again (abort.py): gradients are not scaled twice."""
         mean_loss = vote[0] / self.info.world_size
         finite = math.isfinite(vote[1])
         norm = _rounded(math.sqrt(vote[1] / self.backend.replicas)) / self.scaler.scale if finite else math.inf
         skipped = not (math.isfinite(norm) and math.isfinite(mean_loss))  # fp16 overflow: see `_vote_and_update`
         self.meter.before_update()
-        if not skipped:
+        if not (skipped or updated):
             if self.state is StepState.VOTING:
                 factor, clip = 1.0 / self.scaler.scale, self.spec.workload.clip_norm
                 if clip is not None and norm > clip:
@@ -288,10 +380,7 @@ class Trainer:
                 if factor != 1.0:  # undoes the loss scale and clips, in one pass
                     torch._foreach_mul_(self.backend.gradients(), factor)
                 self.state = StepState.UPDATING
-            scale_rates(self.backend.optimizer, self._rate_factor())
-            with record_function(Phase.OPTIM.value):
-                self.backend.optimizer.step()
-            self.meter.after_update()
+            self._update()
         self.backend.optimizer.zero_grad(set_to_none=True)
         self.scaler.update(overflowed=skipped)
         self.progress.step += 1
@@ -299,6 +388,12 @@ class Trainer:
         self.progress.vote = tuple(vote)
         self.state = StepState.IDLE
         return mean_loss, norm, skipped
+
+    def _update(self) -> None:
+        scale_rates(self.backend.optimizer, self._rate_factor())
+        with record_function(Phase.OPTIM.value):
+            self.backend.optimizer.step()
+        self.meter.after_update()
 
     def discard(self) -> None:
         """Drop the step in progress, if any, with what its forwards have changed."""

@@ -21,6 +21,7 @@ that is stopped while operations may still be running must not record them (`hid
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 import weakref
@@ -31,7 +32,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import distributed as dist
@@ -147,7 +148,8 @@ class WireContext:
         self._why: str | None = None
         self._lock = threading.Lock()
         self._timed: list[Timed] = []
-        self._step_begin: tuple[Any, float] | None = None  # an event at the beginning of the step, and its time
+        self._timed_from: tuple[Any, float] | None = None  # an event and its time; None: nothing is timed
+        self._alive: torch.Tensor | None = None  # [1] in pinned memory: see `alive`
         self._running: dict[int, Running] = {}  # by sequence number
         self._cancellable: weakref.WeakSet[Any] = weakref.WeakSet()  # C++ may be waiting for their futures
         self._failed: str | None = None  # what NCCL's watchdog says
@@ -346,36 +348,39 @@ class WireContext:
         if self._why is not None:
             work.cancel()
 
-    def start_timing(self) -> None:
-        """Count device times from here, if there is NCCL: at the beginning of a step, with the device synchronised."""
-        self._timed = []
-        self._step_begin = None if self.nccl is None else (self.nccl.record(), time.perf_counter())
+    def start_timing(self, mark: tuple[Any, float] | None = None) -> None:
+        """Time collectives over NCCL from here on. `mark`: an event and its time on the host's clock; None: the device has
+        nothing to do, so that an event comes at once."""
+        self._timed, self._timed_from = [], None
+        if self.nccl is not None:
+            self._timed_from = mark or (self.nccl.record(), time.perf_counter())
 
     def time_nccl(self, issued: Collective) -> Timed | None:
         """Called before a collective is given to NCCL, on the stream behind which it begins. The caller adds the event of
         its end, on the stream that has been ordered behind it."""
-        if self.nccl is None or self._step_begin is None:
+        if self.nccl is None or self._timed_from is None:
             return None
         timed = Timed(issued, self.nccl.record())
         self._timed.append(timed)
         return timed
 
-    def read_timing(self) -> None:
-        """Read the times of NCCL's collectives, at the end of a step. Waits for the device. Those of one group run one
-        after the other, so one begins when its inputs are ready and the one before has ended. The end is where the
-        stream that waits continues."""
-        timed, begin, self._timed, self._step_begin = self._timed, self._step_begin, [], None
-        if self.nccl is None or begin is None:
-            return
-        self.nccl.synchronize()
-        event, at_s = begin
-        free_s: dict[str, float] = {}  # by group
-        for t in timed:
-            if t.end is not None:  # otherwise nothing waits for it
-                issued, ready_s = t.issued, at_s + event.elapsed_time(t.begin) / 1e3
-                issued.start_s = max(ready_s, free_s.get(issued.group, ready_s))
-                issued.end_s = max(issued.start_s, at_s + event.elapsed_time(t.end) / 1e3)
-                free_s[issued.group] = issued.end_s
+    def end_timing(self) -> Callable[[], None]:
+        """Returns what sets the times of NCCL's collectives since `start_timing`, and waits for their ends alone. Those of
+        one group run one after the other, so one begins when its inputs are ready and the one before has ended. The end is
+        where the stream that waits continues."""
+        timed, begin, self._timed, self._timed_from = self._timed, self._timed_from, [], None
+
+        def read() -> None:
+            free_s: dict[str, float] = {}  # by group
+            for t in timed:
+                if begin is not None and t.end is not None:  # otherwise nothing waits for it
+                    t.end.synchronize()
+                    issued, ready_s = t.issued, begin[1] + begin[0].elapsed_time(t.begin) / 1e3
+                    issued.start_s = max(ready_s, free_s.get(issued.group, ready_s))
+                    issued.end_s = max(issued.start_s, begin[1] + begin[0].elapsed_time(t.end) / 1e3)
+                    free_s[issued.group] = issued.end_s
+
+        return read
 
     def complete(self) -> None:
         """Wait for the device's collectives, before what they wrote is relied on. Raises RankAborted: it is invalid."""
@@ -478,11 +483,28 @@ class WireContext:
         if self._why is not None:
             raise RankAborted(self._why)
 
+    def alive(self, like: torch.Tensor) -> torch.Tensor:
+        """1.0 in float64, or nan if this rank has been aborted when its device comes there; on the device of `like`. Nothing
+        that an abort of NCCL has left is used with a 1.0 behind it."""
+        with self._lock:
+            if self._alive is None:
+                assert self.streams is not None
+                self._alive = self.streams.host_memory(1, torch.float64).fill_(1.0 if self._why is None else math.nan)
+        return like.new_empty((), dtype=torch.float64).copy_(self._alive[0], non_blocking=True)
+
+    def await_abort(self) -> NoReturn:
+        """Another rank has been aborted, as the device knows first. Raises RankAborted with its reason, WireTimeout."""
+        self._abort_event.wait(self.timeout_s)
+        self.check()
+        raise WireTimeout(f"a rank was aborted, and did not say why in {self.timeout_s:.0f} s")
+
     def abort(self, why: str) -> None:
         """Wake everything that waits in this rank, from any thread. The first reason wins."""
         with self._lock:
             if self._why is None:
                 self._why = why
+            if self._alive is not None:
+                self._alive.fill_(math.nan)  # before any collective ends
             waiting, groups = list(self._cancellable), list(self._nccl_groups)
         for group in groups:
             group.abort()
@@ -495,6 +517,8 @@ class WireContext:
         """Allow collectives again after an abort, when its groups are shut down."""
         with self._lock:
             self._why = self._failed = None
+            if self._alive is not None:
+                self._alive.fill_(1.0)
             self._abort_event.clear()
             self._cancellable = weakref.WeakSet()
         for running in list(self._running.values()):

@@ -348,12 +348,18 @@ class Wire(dist.ProcessGroup):
         return self._send("barrier", 0, [], [], lambda g, i, o: g.barrier(c10d.BarrierOptions()))
 
     def control(self, values: Tensor) -> None:
-        """Sum a few float64 on the host over the ranks, in place and blocking. It is metered as "control", apart from the
-        backends' collectives: the lab's own traffic, such as the vote that ends a step."""
+        """Sum a few float64 over the ranks, in place: on the host blocking, on a device for its current stream. It is
+        metered as "control", apart from the backends' collectives: the lab's own traffic, such as a step's vote."""
         if self._size > 1:
             opts = c10d.AllreduceOptions()
             with self.context.unit_scope(""):
                 self._send("control", values.nbytes, [values], [values], _in_place("allreduce", opts)).wait()
+
+    def sums_on_device(self, tensor: Tensor) -> bool:
+        """Whether `control` needs no host for such a tensor: a device's, of one rank, or of a group of NCCL's that has a
+        communicator. The same on every rank."""
+        nccl = self._carrier([tensor])
+        return self._is_on_device(tensor) and (self._size == 1 or (nccl is not None and nccl.met))
 
     # -- sums in rank order ---------------------------------------------------------------------------------------
 

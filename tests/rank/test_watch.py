@@ -4,7 +4,6 @@ steps wait for a device that lags behind the host, and that their events come an
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -426,6 +425,9 @@ class Mark:
     def query(self) -> bool:
         return self.number <= self.device.reached
 
+    def synchronize(self) -> None:
+        self.device.reached = max(self.device.reached, self.number)
+
     def elapsed_time(self, later: Mark) -> float:
         assert self.query() and later.query(), "read before the device is there"
         return 1e3 * STEP_S * (later.number - self.number)
@@ -461,17 +463,16 @@ READS = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__")
 
 @contextmanager
 def reads_counted(trainer: Trainer) -> Iterator[Counter[str]]:
-    """How often values are read on the host from the beginning of each step to its update. Not counted: the vote, which is
-    on the host, and what transformers' masks ask (whether sequences are packed)."""
+    """How often values are read on the host from the beginning of each step to its update, without the vote, which is on
+    the host."""
     found: Counter[str] = Counter()
 
     def counted(name: str) -> Any:
         real = getattr(torch.Tensor, name)
 
         def read(t: torch.Tensor, *args: Any, **more: Any) -> Any:
-            ours = not str(sys._getframe(1).f_globals["__name__"]).startswith("transformers.")
             counting = trainer.state in (trainer_module.StepState.COMPUTING, trainer_module.StepState.IDLE)
-            found[name] += counting and ours and t.numel() > 0
+            found[name] += counting and t.numel() > 0
             return real(t, *args, **more)
 
         return read
@@ -488,7 +489,6 @@ def _train(place: Place, given: dict[str, Any], fails: bool) -> dict[str, Any]:
     trainer = s.trainer
     assert trainer is not None
     trainer.meter._streams = device  # type: ignore[assignment]
-    s.context.start_timing = s.context.read_timing = lambda: None  # type: ignore[method-assign]
     batch, read = trainer.batches.batch, trainer_module._read
 
     def counted(*args: Any) -> Any:
