@@ -204,14 +204,7 @@ def objective(workload: Workload) -> Callable[[nn.Module, Any], Tensor]:
     """Returns (model, batch on its device) -> loss, a scalar with a graph: the user's, or that which a model of
     transformers returns. Raises SpecError if its code is not here."""
     if not workload.is_own:
-        unasked = positions_in_order()
-
-        def own(model: nn.Module, batch: Any) -> Tensor:
-            with unasked():
-                loss: Tensor = model(**batch)["loss"]
-            return loss
-
-        return own
+        return _of_transformers()
     loss, name = loaded(_LOSS, workload.loss), code_name(workload.loss)
 
     def scalar(model: nn.Module, batch: Any) -> Tensor:
@@ -232,39 +225,30 @@ def objective(workload: Workload) -> Callable[[nn.Module, Any], Tensor]:
     return scalar
 
 
-def positions_in_order() -> Callable[[], AbstractContextManager[None]]:
-    """Returns a context for the forwards of one model of transformers, whose batches have no positions.
-
-    Its masks ask whether positions begin anew within a row, as where several sequences are packed, and that read waits for
-    the device in every forward. Without positions in the batch a model counts them itself, the same in every forward: so
-    the first answer stands, if it was no. Nothing changes while torch compiles, or where transformers asks otherwise."""
+def _of_transformers() -> Callable[[nn.Module, Any], Tensor]:
+    """The loss that a model of transformers returns. Its masks ask whether positions begin anew within a row, as where
+    sequences are packed, for which every forward would wait for the device. A batch here has no positions, and the model
+    counts them itself, the same in every forward: so the first answer stands, if it was no."""
     asks: Any = None
-    begin_anew: bool | None = None
+    found: Any = ...  # its last answer
 
-    def answer(position_ids: Tensor) -> Tensor | None:
-        nonlocal begin_anew
-        if torch.compiler.is_compiling():
-            return asks(position_ids)  # type: ignore[no-any-return]
-        if begin_anew is False:
-            return None
-        found: Tensor | None = asks(position_ids)
-        begin_anew = begin_anew or found is not None
+    def answer(position_ids: Tensor) -> Any:
+        nonlocal found
+        found = None if found is None else asks(position_ids)
         return found
 
-    @contextmanager
-    def unasked() -> Iterator[None]:
+    def loss(model: nn.Module, batch: Any) -> Any:
         nonlocal asks
         masks: Any = sys.modules.get("transformers.masking_utils")
-        asks = getattr(masks, _PACKED, None)
-        if asks is not None:
-            setattr(masks, _PACKED, answer)
+        if (asks := getattr(masks, _PACKED, None)) is None:
+            return model(**batch)["loss"]
+        setattr(masks, _PACKED, answer)
         try:
-            yield
+            return model(**batch)["loss"]
         finally:
-            if asks is not None:
-                setattr(masks, _PACKED, asks)
+            setattr(masks, _PACKED, asks)
 
-    return unasked
+    return loss
 
 
 class OwnSource(Source):

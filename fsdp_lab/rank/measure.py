@@ -88,6 +88,7 @@ class StepMeter:
         self._process = psutil.Process()
         self._parameters = backend.parameter_bytes()
         self._gradients = self._optimizer = 0  # bytes, when they first exist
+        self._held_bytes = 0  # at the end of a step, and not between steps
         self._limit, self._loading_bytes = limit_bytes(info.device), loading_bytes
         self.ledger = ledger
         self._recompiled = Recompilations()
@@ -95,8 +96,8 @@ class StepMeter:
         self._curve: tuple[MemorySample, ...] = ()  # of the step in progress, if it is a ledger step
         self._trace: StepTrace | None = None  # of the step in progress, or the last one
         self._start_s = 0.0
-        self._start: Any = None  # marks of the step in progress, or the last one
-        self._end: Any = None
+        self._start: Any = None
+        self._given_up = False  # so that nothing waits for the device
         self._anchor: tuple[Any, float] | None = None
 
     @property
@@ -137,16 +138,11 @@ class StepMeter:
         if self._streams is not None:
             self._anchor = (mark or self._streams.mark(), time.perf_counter())
 
-    def await_end(self) -> None:
-        """Wait until the device has ended the step that `end` was called for last."""
-        if self._end is not None:
-            self._end.synchronize()
-
     def pause(self, *, wait: bool = True) -> None:
         """Call it after the last of some steps; waits for the device, so that everything can be read. The next step begins
         with a mark of its own, as times of far apart marks are not exact."""
         if self._streams is not None:
-            self._anchor = None
+            self._anchor, self._given_up = None, not wait
             if wait:
                 self._streams.synchronize()
 
@@ -173,22 +169,24 @@ class StepMeter:
 
     def end(self, *, gradients: bool = False) -> StepReader:
         """Call it after the context of a step; does not wait for the device. `gradients`: they are still held. What it
-        returns is called after `await_end` or `pause`; `begin_s` is on this rank's clock. Where the device has not ended the
-        step, its time is the host's, and it has no spans."""
+        returns waits for the step's end; `begin_s` is on this rank's clock. Where the device has not ended the step after a
+        `pause` that did not wait, its time is the host's, and it has no spans."""
         read_times = self._context.end_timing()
         if self._streams is None:
             read_times()
         start_s, end_s, begin, anchor = self._start_s, time.perf_counter(), self._start, self._anchor
-        end = self._end = None if self._streams is None else self._streams.mark()
+        end: Any = None if self._streams is None else self._streams.mark()
         collectives, copies = self._context.meter.take(), self._context.meter.take_copies()
-        measured: dict[str, Any] = {"end_unix_s": time.time(), "memory_curve": self._curve}
-        measured["memory"] = self._memory(self._gradients if gradients else 0)
+        self._held_bytes = self._gradients if gradients else 0
+        measured: dict[str, Any] = {"end_unix_s": time.time(), "memory": self._memory(), "memory_curve": self._curve}
         measured |= {"recompiled": self._recompiled.take()}
         trace_of_step = self._trace
 
         def read() -> dict[str, Any]:
             begin_s, seconds, trace = start_s, end_s - start_s, trace_of_step
             if self._streams is not None:
+                if not self._given_up:
+                    end.synchronize()
                 if anchor is not None and end.query():
                     read_times()
                     begin_s = anchor[1] - begin.elapsed_time(anchor[0]) / 1e3  # which was reached at a known time
@@ -233,15 +231,15 @@ class StepMeter:
             return traffic(collectives)
         kernels = None if self.ledger is None else self.ledger.kernels
         seen = {} if kernels is None or kernels.exposed_s is None else kernels.exposed_s
-        unknown = {c.kind for c in collectives if not seen or c.start_s is not None}  # these went over NCCL
+        over_nccl = {c.kind for c in collectives if not seen or c.start_s is not None}
+        unknown = over_nccl - {"control"}  # whose kernel may have another's name
         if "other" in seen:  # a sum in rank order is sent by kernels of another name
             unknown = set()
         return traffic(collectives, {**exposed(collectives), **dict.fromkeys(unknown, math.nan), **seen})
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
-    def _memory(self, held_bytes: int) -> Memory:
-        """`held_bytes`: of what is not held between steps, and still is."""
+    def _memory(self) -> Memory:
         parameters, gradients, optimizer, host = self._parameters, self._gradients, self._optimizer, 0
         if self._offload != "none":
             host, gradients, optimizer = parameters + gradients + optimizer, 0, 0
@@ -257,7 +255,7 @@ class StepMeter:
             loading_bytes=self._loading_bytes,
         )
         if self._on_gpu:
-            return self._gpu_memory(whole, held_bytes)
+            return self._gpu_memory(whole)
         # On a CPU the last ledger step is repeated: no allocator statistics exist, and all steps allocate the same.
         if self.ledger is not None:
             allocated, peak = self.ledger.end_bytes, self.ledger.peak
@@ -267,7 +265,7 @@ class StepMeter:
         whole = dataclasses.replace(whole, peak_bytes=peak.total_bytes, at_peak=peak)
         return dataclasses.replace(whole, allocated_bytes=allocated, outside_bytes=outside)
 
-    def _gpu_memory(self, m: Memory, held_bytes: int) -> Memory:
+    def _gpu_memory(self, m: Memory) -> Memory:
         """The allocator's statistics. What it reports beyond the last ledger step counts as other, and what is missing to it
         is taken from other and activations: the classes add up to its peak."""
         reserved, peak = torch.cuda.memory_reserved(self._device), torch.cuda.max_memory_allocated(self._device)
@@ -280,7 +278,7 @@ class StepMeter:
             m,
             peak_bytes=peak,
             at_peak=dataclasses.replace(classes, other_bytes=max(0, other), activations_bytes=activations),
-            allocated_bytes=torch.cuda.memory_allocated(self._device) - held_bytes,
+            allocated_bytes=torch.cuda.memory_allocated(self._device) - self._held_bytes,
             reserved_bytes=reserved,
             outside_bytes=max(0, total - free - reserved),
         )

@@ -191,13 +191,12 @@ class Session:
             try:
                 self._reopen()
                 trainer = self._lifecycle.require()
-                begun = trainer.progress.step
+                begin = trainer.progress.step
                 with self.context.emulating(self._faults.link or self._lifecycle.emulation.link):
-                    for i in range(steps):
-                        at, is_last = begun + i, i == steps - 1
-                        now = is_last or at in checks or at in evaluations
+                    for at in range(begin, begin + steps):
+                        now = (is_last := at == begin + steps - 1) or at in checks or at in evaluations
                         with self._faults.during(trainer), self._patient_step(trainer):
-                            late = not (now or self._faults.are_armed)
+                            late = not (now or self._faults.armed)
                             ended = trainer.advance(ledger=at in ledgers, traced=is_last, late=late)
                         if now:
                             ended += trainer.finish()

@@ -7,18 +7,16 @@ every rank has all its gradients. If a step is aborted before the vote, all rank
 waits for the result, the others decide: a rank that has the result has committed, and passes it on (abort.py). No rank
 applies a result that is not finite, unless fp16's loss scale can still be lowered.
 
-Note: one synchronisation a step. Loss and norm are read from the device together: the only point of a step at which the
-host waits for a GPU. The update is timed by marks on the device's stream that are read in the next step, so the event of a
-step is complete one step later (`advance`), or when `finish` waits for the device.
+Note: one synchronisation a step. Loss and norm are read from the device together, the only point of a step at which the host
+waits for a GPU. The update is timed by marks on its stream that are read in the next step, so the event of a step is
+complete one step later (`advance`), or when `finish` waits for the device.
 
-Note: the vote of a GPU. Over NCCL, and on one rank, the device itself sums the votes, and the host reads the result: before
-the update, or, where nothing needs it earlier (`_reads_late`), when the next step begins. Then the device has the update to
-do meanwhile, which it leaves out itself where the result is not finite or not every rank's vote has come: the third number
-of the vote is 1 on each rank, or nan where loss or norm are not finite or the rank was aborted (`WireContext.alive`). Until
-the result is read the gradients stay and the step is not committed. So all of the first note holds: a rank whose device has
-every vote has committed, another one still has the gradients to do so. Ranks need not read at the same time. Votes stay on
-the host on a CPU, where ranks share a GPU, under offload, whose gradients are on the host, and where no collective goes
-over all ranks (hybrid sharding): there NCCL would make one more communicator for them.
+Note: the vote of a GPU. Over NCCL, and on one rank, the device sums the votes, and the host reads the result before the
+update; or, where nothing needs it earlier (`_reads_late`), when the next step begins, while the device has the update to
+do. It leaves that out where the result is not finite or not all have voted: the third number of a vote is 1, or nan where
+loss or norm are not finite or the rank was aborted. Until it is read the gradients stay and the step is not committed. So
+the first note holds: a rank whose device has the result has committed, and others still can. CPUs, ranks that share a GPU,
+offloaded gradients and hybrid sharding, which sends nothing over all ranks, vote on the host.
 
 Note: bits of the norm. Squares are summed in float64, where a square of an fp32 number is exact, and the norm is rounded
 to fp32's precision. So neither it nor clipped gradients depend on how backends cut gradients into tensors and shards.
@@ -99,14 +97,6 @@ class TrainingProgress:
     vote: tuple[float, ...] = ()  # the result of the last committed step's vote
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnreadVote:
-    """The result of a vote for which the host has not waited."""
-
-    told: Tensor  # [4] in pinned memory: this rank's loss; the sums of losses, squared norms and ranks
-    reached: Any  # the mark behind which it is there
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
 class Trainer:
     """Trains under one Spec. The trainer of the next Spec is given `progress` and `scaler`."""
@@ -134,7 +124,8 @@ class Trainer:
         # A committed step without its event, and what the host knows of it: the device may still be at its update.
         self._ended: tuple[StepReader, dict[str, Any]] | None = None
         self._complete_events: list[StepEvent] = []  # that were not returned
-        self._unread: UnreadVote | None = None  # of the step before, which then is not committed yet
+        self._unread: tuple[Tensor, Any] | None = None  # see `_update_guarded`
+        self._fields: dict[str, Any] = {}  # known of the event of the newest step
         self._steps_here = 0
         self._ledger_due = ledger is None
 
@@ -158,12 +149,11 @@ class Trainer:
         inspected = self.backend.begin_step(self.progress.step)
         carriers = self.carriers() if self.is_first else ()  # here nothing else is held than between steps
         self._forward_state.copy()
-        scale, rate = self.scaler.scale, self._rate_factor()
-        fields: dict[str, Any] = {
+        self._fields = {
             "step": self.progress.step,
             "samples": self.progress.samples + self.spec.global_batch,
-            "lr": self.spec.workload.lr * rate,
-            "loss_scale": scale if self.scaler.enabled else None,
+            "lr": self.spec.workload.lr * self._rate_factor(),
+            "loss_scale": self.scaler.scale if self.scaler.enabled else None,
             "first_after_switch": self.is_first,
             "carriers": carriers,
             "ledger": ledger,
@@ -173,8 +163,8 @@ class Trainer:
         late = late and not (slow or ledger or traced or inspected) and self._reads_late()
         with self.meter.step(ledger=ledger, traced=traced and not slow):
             self.state = StepState.COMPUTING
-            fields |= self._vote_and_update(self._accumulate(), late=late)
-        self._ended = self.meter.end(gradients=self._unread is not None), fields
+            self._vote_and_update(self._accumulate(), late=late)
+        self._ended = self.meter.end(gradients=self._unread is not None), self._fields
         self._steps_here += 1
         self._ledger_due = self._ledger_due and not ledger
         if not self.meter.runs_behind:
@@ -261,50 +251,41 @@ class Trainer:
         first = int(self.batches.samples(self.progress.samples, micro)[0])
         return seeded(w.seed, first, device=device) if w.is_own else drawing(w.seed, first, device)
 
-    def _vote_and_update(self, total: Tensor, *, late: bool) -> dict[str, Any]:
-        """Returns what the vote tells of the step's event; nothing if it is to be read later."""
+    def _vote_and_update(self, total: Tensor, *, late: bool) -> None:
         self.meter.part("optimizer")
         vote = self._loss_and_norm(total)
         self.world.context.check()
         self.state = StepState.VOTING
         self._cast(vote)
-        fields: dict[str, Any] = {}
-        if vote.numel() == 3:
-            fields = self._decide(vote.tolist())
-        elif late:
+        if late and vote.numel() == 4:
             self._update_guarded(vote)
         else:
-            told = _read(*vote.unbind())
+            told = vote.tolist()
             self.meter.synchronised()
             self.world.context.check()
-            fields = self._decide(told)
-        if self._ended is not None:
-            self.meter.await_end()  # of the step before: the device has long been there
-            self._complete()
-        return fields
+            self._decide(told)
+        self._complete()  # of the step before, which the device has long ended
 
     def _loss_and_norm(self, total: Tensor) -> Tensor:
         """This rank's mean loss; and its vote: that loss, and its squared gradient norm. [3] in float64 on the host, for
         which it waits; or [4] on a device that votes itself: see the note."""
         squared = squared_norm(self.backend.gradients(), total.device)
-        if not self.world.sums_on_device(squared):
-            loss, norm = _read(total, squared)
-            self.meter.synchronised()
-            loss /= self.spec.workload.accumulate
-            return torch.tensor([loss, loss, norm if norm <= _LARGEST_SQUARE else math.inf], dtype=torch.float64)
         mean = total.double() / self.spec.workload.accumulate
+        if not self.world.sums_on_device(squared):
+            loss, norm = _read(mean, squared)
+            return torch.tensor([loss, loss, norm if norm <= _LARGEST_SQUARE else math.inf], dtype=torch.float64)
         squared = squared.masked_fill(squared > _LARGEST_SQUARE, math.inf)
-        is_valid = self.world.context.alive(squared) + 0.0 * (mean + squared)
-        return torch.stack([mean, mean, squared, is_valid])
+        alive = self.world.context.alive[0]  # copied as it is when the device comes here
+        alive = torch.empty_like(squared).copy_(alive, non_blocking=True)
+        return torch.stack([mean, mean, squared, alive + 0.0 * (mean + squared)])
 
     def _cast(self, vote: Tensor) -> None:
         """Sum all but the first number over the ranks; collective."""
         self.world.control(vote[1:])
 
     def _reads_late(self) -> bool:
-        """Whether the vote of a step may be read after its update. It is read before where it is needed: to clip, for fp16's
-        loss scale, and in the first steps; and with optimizers that cannot leave an update out by a flag of the device, as
-        torch's fused ones do for its GradScaler. SGD's would not begin a momentum right in such a step."""
+        """Whether a vote may be read after its update: not to clip, for fp16's scale, or in the first steps; and only where
+        the optimizer leaves an update out by a flag on the device, as torch's fused ones do (SGD not while it begins)."""
         optimizer = self.backend.optimizer
         is_guarded = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         if optimizer.defaults.get("momentum"):
@@ -313,51 +294,47 @@ class Trainer:
         return is_guarded and not needed and self._steps_here > _LEDGER_STEP
 
     def _update_guarded(self, vote: Tensor) -> None:
-        """Update, if the device finds that the vote allows it; `read_vote` commits. vote: [4]"""
-        streams, optimizer = self.world.context.streams, self.backend.optimizer
-        assert streams is not None
-        told = streams.host_memory(4, torch.float64).copy_(vote, non_blocking=True)
-        unread = UnreadVote(told=told, reached=streams.mark())
-        optimizer.found_inf = (vote[3] != self.info.world_size).float()  # type: ignore[attr-defined]
+        """Update, if the device finds that the vote allows it; `read_vote` commits, when the vote, [4], is on the host."""
+        streams: Any = self.world.context.streams
+        optimizer: Any = self.backend.optimizer
+        unread = streams.host_memory(4, torch.float64).copy_(vote, non_blocking=True), streams.mark()
+        optimizer.found_inf = (vote[3] != self.info.world_size).float()
         try:
             self._update()
         finally:
-            del optimizer.found_inf  # type: ignore[attr-defined]
+            del optimizer.found_inf
         self._unread = unread
 
     def read_vote(self, *, aborted: bool = False) -> None:
-        """Commit the step before, if its vote was not read; waits for the device. Raises as `advance`. `aborted`: after an
-        abort, which may have met the device anywhere. Then it commits if the device had every rank's vote; if not, the
-        device has updated nothing, and this rank is as one that waits for the result."""
+        """Commit the step before, if its vote was not read, or raise as `advance`. `aborted`: only if the device had every
+        rank's vote before the abort; else it has updated nothing, and this rank is as one that waits for the result."""
         if self._unread is None:
             return
-        unread, ended = self._unread, self._ended
-        was_there = unread.reached.query()
-        unread.reached.synchronize()
+        vote, mark = self._unread
+        comes_now = not mark.query()
+        mark.synchronize()
         if not aborted:
             self.world.context.check()
-            if not was_there:  # else it came at some earlier time
-                self.meter.synchronised(unread.reached)
-        self._unread = self._ended = None
-        told = unread.told.tolist()
-        if not aborted or told[3] == self.info.world_size:
-            fields = self._decide(told, updated=True)
-            if ended is not None:
-                self._ended = ended[0], ended[1] | fields
+            if comes_now:
+                self.meter.synchronised(mark)
+        ended, self._ended, self._unread = self._ended, None, None
+        if (told := vote.tolist())[3] == self.info.world_size or not aborted:
+            self._decide(told, updated=True)
+            self._ended = ended
 
-    def _decide(self, told: Sequence[float], *, updated: bool = False) -> dict[str, Any]:
-        """Commit, and return the fields of `_vote_and_update`; or raise. told: as of `_loss_and_norm`, the vote summed.
-        `updated`: by the device, if the vote allows it."""
+    def _decide(self, told: Sequence[float], *, updated: bool = False) -> None:
+        """Commit, or raise. told: as of `_loss_and_norm`, the vote summed. `updated`: by the device, if that allows it."""
         loss, *vote = told[:3]
         is_finite = all(map(math.isfinite, vote))
-        if is_finite and told[3:] not in ([], [self.info.world_size]):
-            self.world.context.await_abort()  # of another rank
+        if is_finite and told[3:] not in ([], [self.info.world_size]):  # another rank was aborted, and will say why
+            self.world.barrier().wait()
+            raise RankAborted("a rank gave its vote up")
         overflows = self.scaler.enabled and self.scaler.scale > 1.0  # fp16's scale may be the cause, and can be lowered
         if not (is_finite or overflows):
             step = self.progress.step
             raise not_finite(step=step, loss=loss, backend=self.backend, world=self.world, repeat=self._repeat)
         mean_loss, norm, skipped = self.commit(vote, updated=updated)
-        return {"loss": loss, "mean_loss": mean_loss, "grad_norm": norm, "skipped": skipped}
+        self._fields |= {"loss": loss, "mean_loss": mean_loss, "grad_norm": norm, "skipped": skipped}
 
     def _repeat(self) -> None:
         self.discard()

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -149,7 +149,7 @@ class WireContext:
         self._lock = threading.Lock()
         self._timed: list[Timed] = []
         self._timed_from: tuple[Any, float] | None = None  # an event and its time; None: nothing is timed
-        self._alive: torch.Tensor | None = None  # [1] in pinned memory: see `alive`
+        self.alive: Any = None  # of a GPU's rank, [1] in pinned memory: 1.0; nan before an abort ends any collective
         self._running: dict[int, Running] = {}  # by sequence number
         self._cancellable: weakref.WeakSet[Any] = weakref.WeakSet()  # C++ may be waiting for their futures
         self._failed: str | None = None  # what NCCL's watchdog says
@@ -349,8 +349,7 @@ class WireContext:
             work.cancel()
 
     def start_timing(self, mark: tuple[Any, float] | None = None) -> None:
-        """Time collectives over NCCL from here on. `mark`: an event and its time on the host's clock; None: the device has
-        nothing to do, so that an event comes at once."""
+        """Time collectives over NCCL from here on. `mark`: an event and its time; None: the device is idle, so now."""
         self._timed, self._timed_from = [], None
         if self.nccl is not None:
             self._timed_from = mark or (self.nccl.record(), time.perf_counter())
@@ -365,9 +364,9 @@ class WireContext:
         return timed
 
     def end_timing(self) -> Callable[[], None]:
-        """Returns what sets the times of NCCL's collectives since `start_timing`, and waits for their ends alone. Those of
-        one group run one after the other, so one begins when its inputs are ready and the one before has ended. The end is
-        where the stream that waits continues."""
+        """Returns what waits for the ends of NCCL's collectives since `start_timing`, and sets their times. Those of a group
+        run one after the other, so one begins when its inputs are ready and the one before has ended. The end is where the
+        stream that waits continues."""
         timed, begin, self._timed, self._timed_from = self._timed, self._timed_from, [], None
 
         def read() -> None:
@@ -483,28 +482,13 @@ class WireContext:
         if self._why is not None:
             raise RankAborted(self._why)
 
-    def alive(self, like: torch.Tensor) -> torch.Tensor:
-        """1.0 in float64, or nan if this rank has been aborted when its device comes there; on the device of `like`. Nothing
-        that an abort of NCCL has left is used with a 1.0 behind it."""
-        with self._lock:
-            if self._alive is None:
-                assert self.streams is not None
-                self._alive = self.streams.host_memory(1, torch.float64).fill_(1.0 if self._why is None else math.nan)
-        return like.new_empty((), dtype=torch.float64).copy_(self._alive[0], non_blocking=True)
-
-    def await_abort(self) -> NoReturn:
-        """Another rank has been aborted, as the device knows first. Raises RankAborted with its reason, WireTimeout."""
-        self._abort_event.wait(self.timeout_s)
-        self.check()
-        raise WireTimeout(f"a rank was aborted, and did not say why in {self.timeout_s:.0f} s")
-
     def abort(self, why: str) -> None:
         """Wake everything that waits in this rank, from any thread. The first reason wins."""
         with self._lock:
             if self._why is None:
                 self._why = why
-            if self._alive is not None:
-                self._alive.fill_(math.nan)  # before any collective ends
+            if self.alive is not None:
+                self.alive.fill_(math.nan)
             waiting, groups = list(self._cancellable), list(self._nccl_groups)
         for group in groups:
             group.abort()
@@ -517,8 +501,6 @@ class WireContext:
         """Allow collectives again after an abort, when its groups are shut down."""
         with self._lock:
             self._why = self._failed = None
-            if self._alive is not None:
-                self._alive.fill_(1.0)
             self._abort_event.clear()
             self._cancellable = weakref.WeakSet()
         for running in list(self._running.values()):

@@ -52,6 +52,7 @@ def register(
     share; otherwise they are staged through the host's."""
 
     context.streams, context.nccl, context.device_memory = streams, nccl, device_memory
+    context.alive = streams and streams.host_memory(1, torch.float64).fill_(1.0)
 
     def create(options: Any, _: Any) -> Wire:
         return Wire(options, context)
@@ -356,8 +357,7 @@ class Wire(dist.ProcessGroup):
                 self._send("control", values.nbytes, [values], [values], _in_place("allreduce", opts)).wait()
 
     def sums_on_device(self, tensor: Tensor) -> bool:
-        """Whether `control` needs no host for such a tensor: a device's, of one rank, or of a group of NCCL's that has a
-        communicator. The same on every rank."""
+        """Whether `control` needs no host: on a device alone, or if NCCL has a communicator. The same on all ranks."""
         nccl = self._carrier([tensor])
         return self._is_on_device(tensor) and (self._size == 1 or (nccl is not None and nccl.met))
 
