@@ -34,6 +34,7 @@ SGD = {"optimizer": "sgd", "optimizer_args": {"fused": True, "momentum": 0.9}}
 BEGUN = 3  # steps before, whose votes are read at once
 AT = BEGUN + 1  # the step that something happens to
 CAST, UPDATE, LAND = Trainer._loss_and_norm, Trainer._update_guarded, SimulatedGroup._land
+TOLIST, ELAPSED = torch.Tensor.tolist, Event.elapsed_time
 Told = list[tuple[Any, ...]]
 
 
@@ -49,14 +50,18 @@ def begun(place: Place, changes: Any = FUSED, **options: Any) -> Iterator[Sessio
 
 @contextmanager
 def voting(s: Session) -> Iterator[Trainer]:
-    """Within it votes are the simulated device's too."""
+    """Within it votes are the simulated device's too, and to read one waits for it."""
     trainer, nccl = trainer_of(s), cast(Any, s.context.nccl)
     streams: Any = SimpleNamespace(
         current=lambda: nccl.current, entered=lambda stream: mock.patch.object(nccl, "current", stream),
         used_on=lambda *_: None, host_memory=lambda n, dtype: torch.empty(n, dtype=dtype), holds=nccl.carries,
         mark=nccl.record, synchronize=nccl.synchronize, future=torch.futures.Future,
     )  # fmt: skip
-    with mock.patch.object(simulated_nccl, "ON_DEVICE", (*simulated_nccl.ON_DEVICE, torch.float64)):
+    on_device = (*simulated_nccl.ON_DEVICE, torch.float64)
+    with (
+        mock.patch.object(simulated_nccl, "ON_DEVICE", on_device),
+        mock.patch.object(torch.Tensor, "tolist", lambda t: TOLIST(t.clone())),
+    ):
         s.context.streams = trainer.meter._streams = streams
         s.context.alive = torch.ones(1, dtype=torch.float64)
         try:
@@ -201,8 +206,6 @@ def test_a_killed_rank_leaves_whole_steps(
 
 
 # -- what is asked of a device ----------------------------------------------------------------------------------------
-
-TOLIST, ELAPSED = torch.Tensor.tolist, Event.elapsed_time
 
 
 class WatchedDevice(SimulatedDevice):
