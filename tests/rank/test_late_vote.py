@@ -217,7 +217,7 @@ class WatchedDevice(SimulatedDevice):
         self.log: list[str] = []
 
     def wait(self, waiting: Any, event: Event) -> None:
-        if waiting is self.host:
+        if waiting is self.host and not event.query():
             at = self.compute.name
             self.log.append("waits" if event.clock[at] < self.compute.clock[at] else "drains")
         super().wait(waiting, event)
