@@ -116,7 +116,7 @@ def measure(plan: BenchPlan, work: Mapping[str, Any], info: RankInfo, world: Wir
             times.append([clock() for clock in clocks])
         seconds[form].append([[m - b, e - m, e - b] for b, m, e in zip(*times, strict=True)])
         losses[form] = float(loss)
-        context.read_timing()
+        context.end_timing()()
         context.meter.take()
 
     for i in range(plan.warmup + plan.steps):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from fsdp_lab.spec.workload import Workload
 
 _MODEL, _LOSS, _DATA = "workload.model", "workload.loss", "workload.data"
 _RAISED = (Exception, SystemExit)  # by the user's code, of which no rank may end
+_PACKED = "find_packed_sequence_indices"
 _BUILD_HINT = "correct it; it is called without arguments, and returns an nn.Module"
 
 
@@ -201,7 +203,7 @@ def objective(workload: Workload) -> Callable[[nn.Module, Any], Tensor]:
     """Returns (model, batch on its device) -> loss, a scalar with a graph: the user's, or that which a model of
     transformers returns. Raises SpecError if its code is not here."""
     if not workload.is_own:
-        return lambda model, batch: model(**batch)["loss"]
+        return _of_transformers()
     loss, name = loaded(_LOSS, workload.loss), code_name(workload.loss)
 
     def scalar(model: nn.Module, batch: Any) -> Tensor:
@@ -220,6 +222,32 @@ def objective(workload: Workload) -> Callable[[nn.Module, Any], Tensor]:
         return value.reshape(())
 
     return scalar
+
+
+def _of_transformers() -> Callable[[nn.Module, Any], Tensor]:
+    """The loss that a model of transformers returns. Its masks ask whether positions begin anew within a row, as where
+    sequences are packed, for which every forward would wait for the device. A batch here has no positions, and the model
+    counts them itself, the same in every forward: so the first answer stands, if it was no."""
+    asks: Any = None
+    found: Any = ...  # its last answer
+
+    def answer(position_ids: Tensor) -> Any:
+        nonlocal found
+        found = None if found is None else asks(position_ids)
+        return found
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        nonlocal asks
+        masks: Any = sys.modules.get("transformers.masking_utils")
+        if (asks := getattr(masks, _PACKED, None)) is None:
+            return model(**batch)["loss"]
+        setattr(masks, _PACKED, answer)
+        try:
+            return model(**batch)["loss"]
+        finally:
+            setattr(masks, _PACKED, asks)
+
+    return loss
 
 
 class OwnSource(Source):

@@ -181,12 +181,14 @@ class Session:
             try:
                 self._reopen()
                 trainer = self._lifecycle.require()
+                begin = trainer.progress.step
                 with self.context.emulating(self._faults.link or self._lifecycle.emulation.link):
-                    for i in range(steps):
-                        at = trainer.progress.step
+                    for at in range(begin, begin + steps):
+                        now = (is_last := at == begin + steps - 1) or at in checks or at in evaluations
                         with self._faults.during(trainer), self._patient_step(trainer):
-                            ended = trainer.advance(ledger=at in ledgers, traced=i == steps - 1)
-                        if at in checks or at in evaluations or i == steps - 1:
+                            late = not (now or self._faults.armed)
+                            ended = trainer.advance(ledger=at in ledgers, traced=is_last, late=late)
+                        if now:
                             ended += trainer.finish()
                         if at in checks:
                             ended[-1] = trainer.checked(ended[-1])
@@ -199,7 +201,10 @@ class Session:
                             self._publish(ended, events)
             except BaseException as e:
                 self._publish(trainer.finish(wait=False), events)
-                self._protocol.abort_step(trainer, e)
+                try:
+                    self._protocol.abort_step(trainer, e)
+                finally:  # the step before was committed, if the device had its vote
+                    self._publish(trainer.finish(wait=False), events)
                 stopped = True
             else:
                 self._protocol.record(trainer, settled=False)

@@ -21,6 +21,7 @@ that is stopped while operations may still be running must not record them (`hid
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 import weakref
@@ -160,7 +161,8 @@ class WireContext:
         self.aborted: str | None = None  # why
         self._lock = threading.Lock()
         self._timed: list[Timed] = []
-        self._step_begin: tuple[Any, float] | None = None  # an event at the beginning of the step, and its time
+        self._timed_from: tuple[Any, float] | None = None  # an event and its time; None: nothing is timed
+        self.alive: Any = None  # of a GPU's rank, [1] in pinned memory: 1.0; nan before an abort ends any collective
         self._running: dict[int, Running] = {}  # by sequence number
         self._cancellable: weakref.WeakSet[Any] = weakref.WeakSet()  # C++ may be waiting for their futures
         self._failed: str | None = None  # what NCCL's watchdog says
@@ -355,36 +357,38 @@ class WireContext:
         if self.aborted is not None:
             work.cancel()
 
-    def start_timing(self) -> None:
-        """Count device times from here, if there is NCCL: at the beginning of a step, with the device synchronised."""
-        self._timed = []
-        self._step_begin = None if self.nccl is None else (self.nccl.record(), time.perf_counter())
+    def start_timing(self, mark: tuple[Any, float] | None = None) -> None:
+        """Time collectives over NCCL from here on. `mark`: an event and its time; None: the device is idle, so now."""
+        self._timed, self._timed_from = [], None
+        if self.nccl is not None:
+            self._timed_from = mark or (self.nccl.record(), time.perf_counter())
 
     def time_nccl(self, issued: Collective) -> Timed | None:
         """Called before a collective is given to NCCL, on the stream behind which it begins. The caller adds the event of
         its end, on the stream that has been ordered behind it."""
-        if self.nccl is None or self._step_begin is None:
+        if self.nccl is None or self._timed_from is None:
             return None
         timed = Timed(issued, self.nccl.record())
         self._timed.append(timed)
         return timed
 
-    def read_timing(self) -> None:
-        """Read the times of NCCL's collectives, at the end of a step. Waits for the device. Those of one group run one
-        after the other, so one begins when its inputs are ready and the one before has ended. The end is where the
+    def end_timing(self) -> Callable[[], None]:
+        """Returns what waits for the ends of NCCL's collectives since `start_timing`, and sets their times. Those of a group
+        run one after the other, so one begins when its inputs are ready and the one before has ended. The end is where the
         stream that waits continues."""
-        timed, begin, self._timed, self._step_begin = self._timed, self._step_begin, [], None
-        if self.nccl is None or begin is None:
-            return
-        self.nccl.synchronize()
-        event, at_s = begin
-        free_s: dict[str, float] = {}  # by group
-        for t in timed:
-            if t.end is not None:  # otherwise nothing waits for it
-                issued, ready_s = t.issued, at_s + event.elapsed_time(t.begin) / 1e3
-                issued.start_s = max(ready_s, free_s.get(issued.group, ready_s))
-                issued.end_s = max(issued.start_s, at_s + event.elapsed_time(t.end) / 1e3)
-                free_s[issued.group] = issued.end_s
+        timed, begin, self._timed, self._timed_from = self._timed, self._timed_from, [], None
+
+        def read() -> None:
+            free_s: dict[str, float] = {}  # by group
+            for t in timed:
+                if begin is not None and t.end is not None:  # otherwise nothing waits for it
+                    t.end.synchronize()
+                    issued, ready_s = t.issued, begin[1] + begin[0].elapsed_time(t.begin) / 1e3
+                    issued.start_s = max(ready_s, free_s.get(issued.group, ready_s))
+                    issued.end_s = max(issued.start_s, begin[1] + begin[0].elapsed_time(t.end) / 1e3)
+                    free_s[issued.group] = issued.end_s
+
+        return read
 
     def complete(self) -> None:
         """Wait for the device's collectives, before what they wrote is relied on. Raises RankAborted: it is invalid."""
@@ -483,6 +487,8 @@ class WireContext:
         with self._lock:
             if self.aborted is None:
                 self.aborted = why
+            if self.alive is not None:
+                self.alive.fill_(math.nan)
             waiting, groups = list(self._cancellable), list(self._nccl_groups)
         for group in groups:
             group.abort()

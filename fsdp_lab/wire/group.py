@@ -56,6 +56,7 @@ def register(
     share; otherwise they are staged through the host's."""
 
     context.streams, context.nccl, context.device_memory = streams, nccl, device_memory
+    context.alive = streams and streams.host_memory(1, torch.float64).fill_(1.0)
 
     def create(options: Any, _: Any) -> Wire:
         return Wire(options, context)
@@ -348,12 +349,18 @@ class Wire(dist.ProcessGroup):
         return self._send("barrier", 0, [], [], lambda g, i, o, opts: g.barrier(opts), opts, self._host)
 
     def control(self, values: Tensor) -> None:
-        """Sum a few float64 on the host over the ranks, in place and blocking. It is metered as "control", apart from the
-        backends' collectives: the lab's own traffic, such as the vote that ends a step."""
+        """Sum a few float64 over the ranks, in place: on the host blocking, on a device for its current stream. It is
+        metered as "control", apart from the backends' collectives: the lab's own traffic, such as a step's vote."""
         if self._size > 1:
             opts = c10d.AllreduceOptions()
             with self.context.unit_scope(""):
                 self._send("control", values.nbytes, [values], [values], _all_reduce, opts).wait()
+
+    def sums_on_device(self, tensor: Tensor) -> bool:
+        """Whether `control` needs no host: on a device alone, or if NCCL has a communicator. The same on all ranks."""
+        nccl = self._nccl
+        has_met = nccl is not None and nccl.met and self._inner(tensor) is nccl.inner
+        return self._is_on_device(tensor) and (self._size == 1 or has_met)
 
     # -- sums in rank order ---------------------------------------------------------------------------------------
 

@@ -277,9 +277,9 @@ def time_parts(trainer: Trainer, times: PartTimes) -> None:
     """Times what a trainer does beyond a plain loop."""
 
     def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any) -> Any:
+        def call(*given: Any, **more: Any) -> Any:
             with times.of(part):
-                return function(*given)
+                return function(*given, **more)
 
         return call
 

@@ -14,11 +14,9 @@ import pytest
 import torch
 from torch.autograd.profiler import profile, record_function
 from torch.profiler import DeviceType
-from transformers import masking_utils
 
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.export import export_script
-from fsdp_lab.rank import trainer as trainer_module
 from fsdp_lab.rank.ledger import KernelTimes
 from fsdp_lab.rank.trainer import _pinned
 from fsdp_lab.spec.spec import Spec
@@ -97,37 +95,41 @@ def test_the_ledger_s_sum_is_what_the_allocator_says(ran: Callable[..., list[Any
     assert e.memory.outside_bytes > 0
 
 
-def waits_only_to_read(place: Place, given: dict[str, Any]) -> list[int]:
-    """Three steps in which nothing but the read of a loss makes the host wait for the device; else torch raises. What they
-    make once, and a ledger's step, comes before. Decoders of transformers ask whether a sample is of several texts."""
+def waits_only_to_read(place: Place, given: dict[str, Any]) -> tuple[list[int], int]:
+    """Three steps in which nothing but the read of a vote makes the host wait for the device; else torch raises. What they
+    make once, and a ledger's step, comes before. Returns the steps, and how many votes were read before the update."""
     s, mode = session(place), torch.cuda.set_sync_debug_mode
     s.apply("gpu", given)
     s.train(3)
-    read = trainer_module._read
+    reads, read = [0], torch.Tensor.tolist
 
-    def reading(*scalars: torch.Tensor) -> list[float]:
+    def reading(t: torch.Tensor) -> Any:
+        reads[0] += t.is_cuda
         mode("default")
-        values = read(*scalars)
-        mode("error")
-        return values
+        try:
+            return read(t)
+        finally:
+            mode("error")
 
-    with (
-        mock.patch.object(trainer_module, "_read", reading),
-        mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
-    ):
+    with mock.patch.object(torch.Tensor, "tolist", reading):
         mode("error")
         try:
             steps = [e["step"] for e in s.train(3)["events"]]
         finally:
             mode("default")
     s.close()
-    return steps
+    return steps, reads[0]
 
 
-@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"backend": "fsdp2"}, DDP], ids=str)
-def test_the_host_waits_only_to_read_the_loss(pool: Pool, changes: dict[str, Any]) -> None:
-    given = as_spec(**changes, accumulate=2, clip_norm=1.0).to_dict()
-    assert pool.run(waits_only_to_read, 1, given, devices=ONE, reduction=None) == [[3, 4, 5]]
+FUSED = {"optimizer_args": {"fused": True}}
+READING = [({}, 3), ({"precision": "bf16"}, 3), ({"backend": "fsdp2"}, 3), (DDP, 3), (FUSED, 1), (FUSED | DDP, 1)]
+
+
+@pytest.mark.parametrize(("changes", "reads"), READING, ids=str)
+def test_the_host_waits_only_to_read_the_vote(pool: Pool, changes: dict[str, Any], reads: int) -> None:
+    """That of a fused update when the next step begins, but the last one's."""
+    given = as_spec(**{"clip_norm": 1.0 if reads == 3 else None, **changes}, accumulate=2).to_dict()
+    assert pool.run(waits_only_to_read, 1, given, devices=ONE, reduction=None) == [([3, 4, 5], reads)]
 
 
 def kernels_in(events: Iterable[Any]) -> list[tuple[int, int, bool]]:

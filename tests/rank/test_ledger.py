@@ -312,9 +312,9 @@ def test_the_classes_add_up_to_the_allocator_s_peak(monkeypatch: pytest.MonkeyPa
                         "mem_get_info": (100, 400)}.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     meter = StepMeter.__new__(StepMeter)
-    meter._device = torch.device("cuda:0")
+    meter._device, meter._held_bytes = torch.device("cuda:0"), 30
     classes = RoleBytes(parameters_bytes=60, activations_bytes=40, other_bytes=5)
     meter.ledger = LedgerResult(peak=classes, end_bytes=0, curve=())
     found = meter._gpu_memory(Memory(parameters_bytes=60))
-    assert found.at_peak.total_bytes == found.peak_bytes == peak_bytes
+    assert found.at_peak.total_bytes == found.peak_bytes == peak_bytes and found.allocated_bytes == 50
     assert found.at_peak.parameters_bytes == 60 and found.at_peak.other_bytes == max(0, peak_bytes - 100)
