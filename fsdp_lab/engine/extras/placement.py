@@ -1,36 +1,24 @@
-"""`FlatTensor`, the base of `FlatDTensor`: a tensor of which each rank holds a range of elements, counted in row order.
-
-A flat buffer is cut wherever its shards end, also in the middle of a row, which no placement of torch's can say. So this is
-a DTensor whose local tensor is that range, [m], and whose shape is the whole tensor's. It is what `module.parameters()`
-yields between steps, and what gradients, optimizer states and a `state_dict` are made of. As with FSDP2's DTensors,
-
-- element-wise arithmetic, and so an optimizer's step, touches the local range only (dtensor.py);
-- norms are those of the whole tensor; other operations gather it, and return a replicated DTensor: they are collective;
-- `full_tensor()` is the whole tensor, and `to_local()` the range;
-- Distributed Checkpoint stores it under its name and shape, in boxes, and loads it from any other layout.
-
-`placements` reads as `Replicate()`, the only placement of torch's by which a whole tensor may be copied into one of these.
-"""
+"""What a rank has of a tensor: a range of its elements (`FlatPlacement`), or, as every rank, all of it (`Replica`)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any
 
 import torch
 from torch import Tensor, distributed as dist
 from torch.autograd.function import once_differentiable
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils import _pytree as pytree
 
 from fsdp_lab.engine.collectives import ShardError, answered
 from fsdp_lab.engine.layout import Range
-from fsdp_lab.engine.mesh import ShardMesh, gather_parts
+from fsdp_lab.engine.mesh import ShardMesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,207 +42,40 @@ class FlatPlacement:
         return FlatPlacement(mesh=self.mesh, ranges=tuple((a, b) if a < b else (0, 0) for a, b in cut))
 
 
-class FlatTensor(DTensor):
-    """All of it but torch's operations.
-
-    Attributes:
-        flat_placement: which elements each rank holds.
-        norm_beside: its norm, by order and dtype, found together with those of other tensors.
-        counted: the tensor whose version says that this one, or a view of it, was written to. Views that are made in a
-            dispatch mode have versions of their own.
-    """
-
-    flat_placement: FlatPlacement
-    counted: Tensor
-    norm_beside: Callable[[float, torch.dtype | None], Tensor | None] | None = None
-    given = False  # to an optimizer
-
-    @classmethod
-    def of(cls, local: Tensor, shape: Sequence[int], placement: FlatPlacement, *, requires_grad: bool = False) -> Self:
-        """local: [m], this rank's range of a tensor of `shape`."""
-        mesh = placement.mesh.device_mesh
-        meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), local.dtype)
-        spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
-        return cls._made(local, spec, placement, requires_grad=requires_grad)
-
-    @classmethod
-    def _made(cls, local: Tensor, spec: DTensorSpec, placement: FlatPlacement, *, requires_grad: bool) -> Self:
-        make: Any = DTensor.__new__
-        made: Self = make(cls, local, spec, requires_grad=requires_grad)
-        made.flat_placement, made.counted = placement, local
-        return made
-
-    def like(self, local: Tensor, shape: Sequence[int] | None = None) -> FlatTensor:
-        """A tensor of other values that is cut as this one is."""
-        if shape is None and local.dtype == self.dtype:  # an optimizer makes many
-            return self.plain()._made(local, self._spec, self.flat_placement, requires_grad=False)
-        return self.plain().of(local, self.shape if shape is None else shape, self.flat_placement)
-
-    def counting(self, view: FlatTensor) -> FlatTensor:
-        """A view of this one, which then counts as written to where the view is."""
-        view.counted = self.counted
-        return view
-
-    def adopt(self, t: DTensor) -> None:
-        """Make one of torch's DTensors, of the same shape, a tensor that is cut as this one is; collective."""
-        cut, changed = self.like(self.range_of(t.full_tensor()).clone()), cast(Any, t)
-        changed.__class__ = self.plain()
-        changed._local_tensor, changed._spec, changed.flat_placement = cut._local_tensor, cut._spec, cut.flat_placement
-        changed.counted = cut.counted
-
-    @classmethod
-    def plain(cls) -> type[FlatTensor]:
-        """The class that knows torch's operations."""
-        raise NotImplementedError
-
-    def before_write(self, name: str, written: Sequence[FlatTensor]) -> None:
-        """Called before an operation of this name writes to what optimizers were given. Raises ShardError."""
-
-    @property
-    def __tensor_flatten__(self) -> Any:
-        """Not for torch.compile; without it `module.to()` and the like assign `.data`, and swap no objects."""
-        raise AttributeError("__tensor_flatten__")
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        start, stop = self.flat_placement.own
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, elements [{start}, {stop})={self._local_tensor})"
-
-    # -- whole and local --------------------------------------------------------------------------------------------
-
-    def whole(self) -> Tensor:
-        """The whole tensor, a copy outside of autograd; collective in the shard group."""
-        placement = self.flat_placement
-        parts = gather_parts(placement.mesh, self._local_tensor.detach(), placement.ranges, self.numel())
-        return parts.view(self.shape)
-
-    def range_of(self, whole: Tensor) -> Tensor:
-        """[m], this rank's range of a whole tensor, which is expanded to this shape."""
-        start, stop = self.flat_placement.own
-        return whole.expand(self.shape).reshape(-1)[start:stop]
-
-    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """The whole tensor; differentiable, with the mean of the ranks' gradients; collective."""
-        whole: Tensor = _Whole.apply(self)  # type: ignore[no-untyped-call]
-        return whole
-
-    def redistribute(self, device_mesh: DeviceMesh | None = None, placements: Any = None, **options: Any) -> DTensor:
-        """The same values as one of torch's DTensors on the same mesh; collective."""
-        whole = replicated(self.full_tensor(), self.device_mesh)
-        return whole if placements is None else whole.redistribute(device_mesh, placements, **options)
-
-    def to_local(self, *, grad_placements: Any = None) -> Tensor:
-        """[m], this rank's range of elements; differentiable. `copy_` takes a whole tensor too."""
-        local: Tensor = _Local.apply(self)  # type: ignore[no-untyped-call]
-        return local
-
-    def data_ptr(self) -> int:
-        """None of its own; by it torch tells wrappers from tensors with a storage."""
-        return 0
-
-    @property
-    def data(self) -> Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        if value.dtype != self.dtype or value.shape != self.shape:
-            raise ShardError("a sharded tensor cannot be given data of another shape or dtype; make a new one")
-        self.detach().copy_(value)
-
-    # -- copies -----------------------------------------------------------------------------------------------------
-
-    def __deepcopy__(self, memo: Any) -> FlatTensor:
-        copy = self.like(self._local_tensor.detach().clone())
-        copy.requires_grad_(self.requires_grad)
-        return copy
-
-    # -- torch.distributed.checkpoint -------------------------------------------------------------------------------
-
-    def _boxes(self) -> list[tuple[Range, ChunkStorageMetadata]]:
-        parts = boxes(tuple(self.shape), *self.flat_placement.own)
-        return [(r, ChunkStorageMetadata(offsets=torch.Size(at), sizes=torch.Size(size))) for r, at, size in parts]
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self._local_tensor)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for _, chunk in self._boxes()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [chunk for _, chunk in self._boxes()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        begin, chunks = self.flat_placement.own[0], self._boxes()
-        for (start, stop), chunk in chunks:
-            if chunk.offsets == index.offset:
-                part = self._local_tensor.detach()[start - begin : stop - begin].view(chunk.sizes)
-                return part if len(chunks) == 1 else _beside_others(part, index.fqn)
-        raise ShardError(f"{index.fqn}: this rank holds no part that begins at {index.offset}")
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Range, ChunkStorageMetadata]]:
+    """Elements [start, stop) of a tensor of `shape` as boxes, each with its range. Of a matrix: the end of one row, whole
+    rows, and the beginning of another."""
+    sizes = (1, *shape)  # so that a number has a dimension too
+    steps = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]  # elements of one index
+    while start < stop:
+        d, step = next((d, n) for d, n in enumerate(steps) if start % n == 0 and start + n <= stop)
+        at = [start // n % size for n, size in zip(steps, sizes, strict=True)]
+        count = min((stop - start) // step, sizes[d] - at[d])
+        box = (*(1 for _ in sizes[:d]), count, *sizes[d + 1 :])
+        yield (start, start + count * step), ChunkStorageMetadata(torch.Size(at[1:]), torch.Size(box[1:]))
+        start += count * step
 
 
-def _beside_others(part: Tensor, fqn: str) -> Tensor:
-    """One of several parts of a tensor on this rank. Files of safetensors have one part of each name: torch's writer would
-    keep the last, and alone of all writers asks for the layout."""
-
-    class Part(Tensor):
-        @property
-        def layout(self) -> torch.layout:  # type: ignore[override]
-            raise ShardError(
-                f"{fqn} is in several parts on a rank, of which a file of safetensors keeps one; give the writer whole "
-                "tensors on rank 0, as from get_model_state_dict with full_state_dict=True, or use FileSystemWriter"
-            )
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            with torch._C.DisableTorchFunctionSubclass():
-                plain: Any = self.as_subclass(Tensor)
-                return plain.__reduce_ex__(protocol)
-
-    return part.as_subclass(Part)
+# -- conversions -----------------------------------------------------------------------------------------------------
 
 
-class _LocalPart(Tensor):
-    """The result of `to_local`: torch copies whole tensors into the local tensors of replicated DTensors."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    range_of: Callable[[Tensor], Tensor]
-
-    def copy_(self, source: Tensor, non_blocking: bool = False) -> Self:
-        part = source if source.shape == self.shape else self.range_of(source)
-        super().copy_(part, non_blocking=non_blocking)
-        return self
-
-
-class _Whole(torch.autograd.Function):
+class _Conversion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, t: FlatTensor) -> Tensor:
-        ctx.like = t.like(t._local_tensor.detach())
-        return t.whole()
+    def forward(ctx: Any, t: Tensor, there: Callable[[Any], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(t)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> FlatTensor:
-        mean = mean_over_ranks(grad, ctx.like.flat_placement.mesh.plain_mesh)
-        own: FlatTensor = ctx.like.like(ctx.like.range_of(mean))
-        return own
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad), None, None
 
 
-class _Local(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, t: FlatTensor) -> Tensor:
-        ctx.like = t.like(t._local_tensor.detach())
-        local = t._local_tensor.detach().as_subclass(_LocalPart)
-        local.range_of = ctx.like.range_of
-        return local
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> FlatTensor:
-        own: FlatTensor = ctx.like.like(grad)
-        return own
+def converted(t: Tensor, there: Callable[[Any], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    """`there` of a tensor, whose gradient is `back` of that of the result. `back` must not hold `t`, which may be written to
+    in place, and then depend on the result."""
+    result: Tensor = _Conversion.apply(t, there, back)  # type: ignore[no-untyped-call]
+    return result
 
 
 def mean_over_ranks(grad: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -268,30 +89,130 @@ def mean_over_ranks(grad: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def replicated(whole: Tensor, mesh: DeviceMesh) -> DTensor:
     """A tensor that is the same on all ranks, as a DTensor."""
-    made: DTensor = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return made
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-Box = tuple[Range, tuple[int, ...], tuple[int, ...]]  # the range of its elements, its offsets and its sizes
+# -- what torch says of an operation ---------------------------------------------------------------------------------
 
 
-def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """Elements [start, stop) of a tensor of `shape` as boxes. Of a matrix: the end of one row, whole rows, and the beginning
-    of another."""
-    if start >= stop:
+def by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+
+
+def writable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments, tensors or lists of them, that `func` writes to, in place or by `out`."""
+    if not func._schema.is_mutable:
         return []
-    if not shape:
-        return [((start, stop), (), ())]
-    row = math.prod(shape[1:])
+    given = by_name(func, args, kwargs)
+    return [given.get(a.name) for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
 
-    def in_row(at: int, start: int, stop: int) -> list[Box]:
-        begin = at * row
-        inside = boxes(shape[1:], start - begin, stop - begin)
-        return [((a + begin, b + begin), (at, *offsets), (1, *sizes)) for (a, b), offsets, sizes in inside]
 
-    first, last = -(-start // row), stop // row  # whole rows [first, last)
-    if first > last:  # within one row
-        return in_row(last, start, stop)
-    rest = (0,) * (len(shape) - 1)
-    rows: list[Box] = [((first * row, last * row), (first, *rest), (last - first, *shape[1:]))] if first < last else []
-    return [*in_row(first - 1, start, first * row), *rows, *in_row(last, last * row, stop)]
+def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The same, one by one."""
+    return [t for t in pytree.tree_leaves(writable(func, args, kwargs)) if isinstance(t, Tensor)]
+
+
+def is_view(func: Any) -> bool:
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+
+
+def has_plain(given: Any) -> bool:
+    """Returns whether one of its tensors may differ between ranks."""
+    return any(type(t) is Tensor and t.dim() for t in pytree.tree_leaves(given))
+
+
+def of_ranks(func: Any) -> ShardError:
+    return ShardError(
+        f"{func._schema.name} was given a sharded tensor and a plain one, which differs between ranks; call the module "
+        "that was sharded, or its root, or use `with unshard(model):`"
+    )
+
+
+# -- numbers that were reduced ---------------------------------------------------------------------------------------
+
+
+class Replica(DTensor):
+    """A number that was reduced, which may be combined with plain tensors; and what is expanded from it."""
+
+    @classmethod
+    def of(cls, whole: Tensor, mesh: DeviceMesh) -> Replica:
+        make: Any = DTensor.__new__
+        made: Replica = make(cls, whole, replicated(whole, mesh)._spec, requires_grad=False)
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A number that has a graph is a plain one beside plain tensors, which differ between ranks."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            if torch.is_grad_enabled() and not all(isinstance(t, DTensor) for t in tensors):
+                args, kwargs = pytree.tree_map_only(
+                    cls, lambda t: t.full_tensor() if t.requires_grad and not t.dim() else t, (args, kwargs)
+                )
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        changed = [t for t in written(func, args, kwargs) if isinstance(t, cls)]
+        are_sharded = any(hasattr(t, "flat_placement") for t in tensors)
+        are_expanded = any(isinstance(t, cls) and t.dim() for t in tensors) and not are_sharded
+        if are_expanded and has_plain(tensors):
+            raise of_ranks(func)
+        are_beside_plain = not are_expanded and not all(
+            isinstance(t, DTensor) for t in tensors
+        )  # they are numbers then
+        plain_args, plain_kwargs = pytree.tree_map_only(
+            cls,
+            lambda t: t._local_tensor if are_beside_plain else replicated(t._local_tensor, t.device_mesh),
+            (args, kwargs),
+        )
+        result = func(*plain_args, **plain_kwargs)
+        if changed or are_beside_plain:
+            return changed[0] if changed else result
+        of_view = is_view(func)
+        return pytree.tree_map_only(
+            DTensor,
+            lambda t: cls.of(t._local_tensor, t.device_mesh) if type(t) is DTensor and (of_view or not t.dim()) else t,
+            result,
+        )
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """The whole as a plain tensor; differentiable, with the mean of the ranks' gradients."""
+        mesh = self.device_mesh
+        return converted(self, lambda t: t._local_tensor.clone(), lambda grad: mean_over_ranks(grad, mesh))
+
+
+def norms_of(ranges: Sequence[Tensor], mesh: ShardMesh, order: float, dtype: torch.dtype | None) -> Tensor:
+    """The norms of tensors of which these are a rank's ranges; collective in the shard group."""
+    nothing = math.inf if order < 0 else 0.0
+    ranges = [t if t.numel() else t.new_full((1,), nothing) for t in ranges]
+    each = torch.stack([torch.linalg.vector_norm(t, order, dtype=dtype) for t in ranges]).to(mesh.device)
+    if (group := mesh.shard_group) is not None:
+        op = {math.inf: dist.ReduceOp.MAX, -math.inf: dist.ReduceOp.MIN}.get(order, dist.ReduceOp.SUM)
+        power = 1.0 if order == 0 or math.isinf(order) else order
+        with mesh.answered("a norm"):
+            dist.all_reduce(each.pow_(power), op=op, group=group)
+        each.pow_(1.0 / power)
+    return each
+
+
+class Norms:
+    """Norms of the parts of a tensor, which are asked for one after the other, as by torch's `clip_grad_norm_`: the
+    first question is answered for all of them, in one all-reduce, until the tensor is written to."""
+
+    def __init__(self, whole: Tensor, ranges: Sequence[Range], mesh: ShardMesh) -> None:
+        self._whole, self._ranges, self._mesh = weakref.ref(whole), ranges, mesh
+        self._known: tuple[Any, Any] = None, None  # the question, and the answers
+
+    def norm(self, i: int, order: float, dtype: torch.dtype | None) -> Tensor | None:
+        """A tensor of the caller's own; None where the whole is gone."""
+        whole = self._whole()
+        if whole is None:
+            return None
+        key = order, dtype, whole._version
+        if self._known[0] != key:
+            self._known = key, norms_of([whole[slice(*r)] for r in self._ranges], self._mesh, order, dtype)
+        return Replica.of(self._known[1][i].clone(), self._mesh.plain_mesh)
