@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -30,7 +30,7 @@ from fsdp_lab.engine.extras import refusals
 from fsdp_lab.engine.extras.dtensor import FlatDTensor, restored
 from fsdp_lab.engine.extras.optimizers import OptimizerGuard
 from fsdp_lab.engine.extras.parameters import Region, ShardedBuffer, ShardedParameter
-from fsdp_lab.engine.extras.ties import describe_ties, find_ties, untie
+from fsdp_lab.engine.extras.ties import find_ties, untie
 from fsdp_lab.engine.hooks import UnitHooks, not_sharded, unit_hooks
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.policy import MixedPrecisionPolicy, ShardPolicy, offload_of
@@ -93,10 +93,10 @@ def fully_shard(
     the mesh does not fit.
     """
     modules = list(module) if isinstance(module, Sequence) else [module]
-    left = _listed(ignored_params)
+    left: Any = () if ignored_params is None else ignored_params
+    left = list(left) if isinstance(left, Iterable) and not isinstance(left, Tensor) else [left]
     reshard_after_forward = True if reshard_after_forward is None else reshard_after_forward
-    arguments = refusals.of_arguments(reshard_after_forward, prefetch_policy, left)
-    for refusal in (*refusals.of_modules(modules), *arguments):
+    for refusal in refusals.of_arguments(modules, reshard_after_forward, prefetch_policy, left):
         raise ShardError(refusal)
     reshard = bool(reshard_after_forward) and not shard_optimizer_only
     prefetch = prefetch_policy if prefetch_policy is not None else PrefetchPolicy()
@@ -105,7 +105,7 @@ def fully_shard(
     policy = ShardPolicy(mp=mp, rules=rules, has_own_prefetch=prefetch_policy is not None,
                          shard_optimizer_only=shard_optimizer_only, map_shards=map_shards)  # fmt: skip
     inside = units_inside(modules)
-    tied = find_ties(modules, list(inside))
+    tied = find_ties(modules, inside)
     ignored = set(map(id, left))
     post_forward_size = None if isinstance(reshard_after_forward, bool) else reshard_after_forward
     taken = take(modules, ignored)
@@ -115,13 +115,13 @@ def fully_shard(
             raise ShardError(f"{t.name} was sharded already, with {outer}; shard inner modules first")
     holding = {*(t.value.device for t in taken), *(unit.mesh.device for unit in inside)}
     sharded = ShardMesh.resolve(mesh, post_forward_size=post_forward_size, holding=holding)
-    refused = refusals.of_call(modules, [(t.name, t.value) for t in taken], sharded, policy, inside)
-    entries = [*_described(taken, group_of), *describe_ties(inside, tied)] if refused is None else []
+    refused = next(refusals.of_call(modules, taken, sharded, policy, inside), None)
+    ties = [f"{', '.join(names)} tied" for names in tied.values()]
+    entries = [*_described(taken, group_of), *ties] if refused is None else []
     named = [f"{one} in {type(modules[0]).__name__}" for one in entries]
     refusals.check_equal_on_all_ranks(sharded, [*named, str(policy)], refused)
-    for other, its_hooks in inside.items():
-        if untie(other, tied):
-            its_hooks.install()
+    for its_hooks in inside.values():
+        untie(its_hooks, tied)
     unit = shard(modules, sharded, policy, ignored=ignored, group_of=group_of, buffer=ShardedBuffer, adopt=_adopt)
     _mark(modules)
     _watch_state_dict(unit)
@@ -137,24 +137,15 @@ def _adopt(hooks: UnitHooks) -> Runtime:
     runtime = adopt_units(hooks)
     runtime.choices, runtime.agree = refusals.choices_of(runtime.units), refusals.check_same_call
     flats = [flat for unit in runtime.units for flat in unit.flats]
-    runtime.guard = OptimizerGuard(
-        runtime.root.modules, flats, {i for unit in runtime.units for i in unit.ignored}
-    ).look
+    ignored = {i for unit in runtime.units for i in unit.ignored}
+    runtime.guard = OptimizerGuard(runtime.root.modules, flats, ignored).look
     return runtime
-
-
-def _listed(given: Iterable[Any] | None) -> list[Any]:
-    """A list of what was given: something that is not iterable, or a parameter, is one entry."""
-    if given is None:
-        return []
-    return [given] if isinstance(given, Tensor) or not isinstance(given, Iterable) else list(given)
 
 
 def _described(taken: Sequence[Taken], group_of: GroupOf) -> list[str]:
     """The facts that must be the same on all ranks. Groups are numbered: their names may differ from process to process."""
-    groups = [group_of(t.name, t.value) for t in taken]
-    numbers = {group: i for i, group in enumerate(dict.fromkeys(groups))}
-    of = [(t.name, t.value, numbers[group]) for t, group in zip(taken, groups, strict=True)]
+    numbers: dict[Hashable, int] = {}
+    of = [(t.name, t.value, numbers.setdefault(group_of(t.name, t.value), len(numbers))) for t in taken]
     return [f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad} group={n}" for name, p, n in of]
 
 
@@ -190,23 +181,20 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 def sharded_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The flat shards for an optimizer, [m] each, in the dtype and place of the master copy."""
-    return [region for _, region in _regions(module)]
+    if not units_of(module):
+        raise not_sharded(module)
+    trained = [(flat, {p.group for p in flat.sharded if p.requires_grad}) for flat in flats_of(module)]
+    regions = [(region, groups) for flat, groups in trained for region in flat.gradients.regions.values()]
+    return [region for region, groups in regions if region.group in groups]
 
 
 def parameter_groups(module: nn.Module) -> dict[Hashable, list[nn.Parameter]]:
     """The flat shards by optimizer group: `[{"params": groups["decay"], "weight_decay": 0.1}, ...]`."""
     groups: dict[Hashable, list[nn.Parameter]] = {}
-    for group, region in _regions(module):
-        groups.setdefault(group, []).append(region)
+    regions: list[Any] = sharded_parameters(module)
+    for region in regions:
+        groups.setdefault(region.group, []).append(region)
     return groups
-
-
-def _regions(module: nn.Module) -> Iterator[tuple[Hashable, Any]]:
-    if not units_of(module):
-        raise not_sharded(module)
-    for flat in flats_of(module):
-        trainable = {p.slot.group for p in flat.sharded if p.requires_grad}
-        yield from ((group, region) for group, region in flat.gradients.regions.items() if group in trainable)
 
 
 def original_parameters(module: nn.Module) -> list[ShardedParameter]:
@@ -220,7 +208,7 @@ def split_unused(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     others move."""
     inside: dict[Region, list[ShardedParameter]] = {}
     for p in original_parameters(module):
-        inside.setdefault(p.flat.gradients.regions[p.slot.group], []).append(p)
+        inside.setdefault(p.flat.gradients.regions[p.group], []).append(p)
     given = {p for options in optimizer.param_groups for p in options["params"]}
     for region in given & inside.keys():
         if len({p.flat.gradients.has_gradient(p.number) for p in inside[region]}) > 1:
@@ -272,16 +260,15 @@ class UnshardHandle:
 
     def __init__(self, module: nn.Module, units: Sequence[Unit], runtime: Runtime) -> None:
         self._module, self._units, self._runtime = module, tuple(units), runtime
-        self._pinned: list[Unit] = []
-        for unit in self._units:
-            self._issue(unit)
+        self._issue()
 
     def wait(self) -> None:
-        """Waits until the parameters may be read."""
+        """Waits until the parameters may be read, and written to."""
         try:
             for unit in self._units:
                 self._runtime.make_ready(unit, Direction.FORWARD)
-            self._settle()
+            for flat in (flat for unit in self._units for flat in unit.flats):
+                flat.let_others_read()
         except BaseException:
             for unit in self._units:
                 with suppress(RuntimeError):  # other gathers fail alike, and the first one is told
@@ -289,40 +276,29 @@ class UnshardHandle:
             raise
 
     def __enter__(self) -> nn.Module:
-        try:
-            for unit in self._units:
-                self._issue(unit)  # it may have been freed since
-                self._runtime.make_ready(unit, Direction.FORWARD)
-                unit.pins += 1
-                self._pinned.append(unit)
-            self._settle()
-        except BaseException:
-            self.__exit__()
-            raise
+        self._issue()  # they may have been freed since
+        self.wait()
+        for unit in self._units:
+            unit.pins += 1
         return self._module
 
     def __exit__(self, *_: object) -> None:
-        pinned, self._pinned = self._pinned, []
-        for unit in pinned:
+        for unit in self._units:
             unit.pins -= 1
             for flat in unit.flats:
                 flat.write_back()
             unit.reshard()
 
-    def _settle(self) -> None:
-        """Let the caller write to the parameters."""
-        for flat in (flat for unit in self._units for flat in unit.flats):
-            flat.let_others_read()
-
-    def _issue(self, unit: Unit) -> None:
-        if unit.is_sharded and unit.policy.offload != OffloadPolicy.NONE:
-            unit.copy_to_device(self._runtime.streams)
-        if unit.policy.map_shards and not unit.asked_for:  # the caller is given copies, which he may write to
-            pins, unit.pins = unit.pins, 0
-            unit.reshard()
-            unit.pins = pins
-        unit.asked_for = True
-        unit.unshard(self._runtime.streams)
+    def _issue(self) -> None:
+        for unit in self._units:
+            if unit.is_sharded and unit.policy.offload != OffloadPolicy.NONE:
+                unit.copy_to_device(self._runtime.streams)
+            if unit.policy.map_shards and not unit.asked_for:  # the caller is given copies, which he may write to
+                pins, unit.pins = unit.pins, 0
+                unit.reshard()
+                unit.pins = pins
+            unit.asked_for = True
+            unit.unshard(self._runtime.streams)
 
 
 # -- state_dict -----------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from collections.abc import Collection
 
 from torch import nn
 
-from fsdp_lab.engine.buffer import FlatBuffer
 from fsdp_lab.engine.hooks import check_module, unit_hooks
 
 
@@ -20,13 +19,9 @@ def free(module: nn.Module, *, busy: Collection[int] = ()) -> None:
     for unit, h in hooks.items():
         h.remove()
         for flat in unit.flats:
-            _release(flat, busy)
-
-
-def _release(flat: FlatBuffer, busy: Collection[int]) -> None:
-    for storage in [t.untyped_storage() for t in flat.tensors()]:
-        if storage.resizable() and storage.size() and storage.data_ptr() not in busy:
-            storage.resize_(0)
-    flat.free_gathered(busy)
-    flat.gradients.drop()
-    flat.gradients.clear()  # what is in memory that ranks share is free when nobody has it
+            for storage in [t.untyped_storage() for t in flat.tensors()]:
+                if storage.resizable() and storage.size() and storage.data_ptr() not in busy:
+                    storage.resize_(0)
+            flat.free_gathered(busy)
+            flat.gradients.drop()
+            flat.gradients.clear()  # what is in memory that ranks share is free when nobody has it

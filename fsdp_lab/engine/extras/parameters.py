@@ -13,8 +13,8 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Hashable
-from functools import cached_property, partial
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +23,9 @@ from torch.utils.hooks import RemovableHandle
 from fsdp_lab.base.tensors import LeafOfSharded, take_gradient
 from fsdp_lab.engine.buffer import FlatBuffer, Gradients
 from fsdp_lab.engine.collectives import ShardError, Storage
-from fsdp_lab.engine.extras.dtensor import FlatDTensor, Norms
-from fsdp_lab.engine.extras.flat_tensor import FlatPlacement, FlatTensor
+from fsdp_lab.engine.extras.dtensor import FlatDTensor
 from fsdp_lab.engine.extras.optimizers import Steppable
-from fsdp_lab.engine.layout import Layout, Slot
-from fsdp_lab.engine.mesh import ShardMesh
+from fsdp_lab.engine.extras.placement import FlatPlacement, Norms
 
 
 class ShardedParameter(Steppable):
@@ -36,6 +34,7 @@ class ShardedParameter(Steppable):
     _is_param = True  # by which torch recognises an nn.Parameter
     flat: ShardedBuffer  # that made it
     number: int  # which of the buffer's parameters
+    gradients: ShardedGradients
     is_replaced = False  # by `load_state_dict(assign=True)`
     seen: list[weakref.ref[Any]]  # what `.data` was, where somebody holds it
 
@@ -47,14 +46,11 @@ class ShardedParameter(Steppable):
             raise _replaced(self.fqn)
         if self.given:
             gradients.read_by.add(ShardedParameter)
-        own: Tensor | None = (
-            gradients.gradient(self.number) if gradients.shown is None else gradients.shown[self.number]
-        )
-        return own
+        return gradients.gradient(self.number) if gradients.shown is None else gradients.shown[self.number]
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        self.flat.gradients.set_gradient(self.number, value)
+        self.gradients.set_gradient(self.number, value)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -69,7 +65,7 @@ class ShardedParameter(Steppable):
         """Let what autograd adds to this tensor itself be added to the reduced gradient."""
 
         def take(p: Any) -> None:
-            p.flat.gradients.add(p.number, take_gradient(p))
+            p.gradients.add(p.number, take_gradient(p))
 
         trained = self.requires_grad
         watch: Any = Tensor.register_post_accumulate_grad_hook
@@ -105,7 +101,7 @@ class ShardedParameter(Steppable):
         """Registers a hook that is called when the gradient has been reduced."""
         handle = RemovableHandle(self.flat.reduce_hooks)
         self.flat.reduce_hooks[handle.id] = lambda: (
-            hook(self) if self.flat.gradients.has_gradient(self.number) and not self.is_replaced else None
+            hook(self) if self.gradients.has_gradient(self.number) and not self.is_replaced else None
         )
         return handle
 
@@ -114,24 +110,11 @@ class ShardedParameter(Steppable):
         """The parameter's name in the root module."""
         return str(self.flat.names[self.number])
 
-    @property
-    def slot(self) -> Slot:
-        return self.flat.layout.slots[self.number]
-
-    def check_held(self, gathered: Tensor) -> None:
-        """Raises ShardError where modules hold a gathered parameter no more, which has a gradient, and no values."""
-        module, attribute = self.flat.uses[self.number][0]
-        if module._parameters.get(attribute) is not gathered:
-            raise ShardError(
-                f"an optimizer was made while {self.fqn} was gathered, and has no values to step now; make it before the "
-                "forward, or after the backward"
-            )
-
-    def __deepcopy__(self, memo: Any) -> FlatTensor:
+    def __deepcopy__(self, memo: Any) -> FlatDTensor:
         """A parameter of nobody's, with the values of now, such as an anchor to stay close to."""
         copy: Any = super().__deepcopy__(memo)
         copy._is_param = True
-        return cast(FlatTensor, copy)
+        return copy  # type: ignore[no-any-return]
 
 
 class UnshardedParameter(LeafOfSharded):
@@ -146,10 +129,15 @@ class UnshardedParameter(LeafOfSharded):
 
     @property
     def grad(self) -> Tensor | None:
-        if self.given:
-            self.sharded.check_held(self)
-        gradient: Tensor | None = self.sharded.grad
-        return gradient
+        """Raises ShardError for an optimizer where modules hold this no more, which has a gradient, and no values."""
+        sharded: ShardedParameter = self.sharded
+        module, attribute = sharded.flat.uses[sharded.number][0]
+        if self.given and module._parameters.get(attribute) is not self:
+            raise ShardError(
+                f"an optimizer was made while {sharded.fqn} was gathered, and has no values to step now; make it before the "
+                "forward, or after the backward"
+            )
+        return sharded.grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -160,6 +148,7 @@ class Region(Steppable):
     """See the module."""
 
     _is_param = True
+    gradients: ShardedGradients
 
     @property
     def grad(self) -> Tensor | None:
@@ -168,8 +157,7 @@ class Region(Steppable):
             raise _replaced("a part of it")
         if self.given:
             self.gradients.read_by.add(Region)
-        gradient: Tensor | None = self.gradients.gradient_of_region(self.group)
-        return gradient
+        return self.gradients.gradient_of_region(self.group)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -217,10 +205,10 @@ class ShardedBuffer(FlatBuffer):
         return ShardedGradients(self)
 
     def _make_sharded(self, i: int, *, requires_grad: bool) -> ShardedParameter:
-        placement = self.gradients.placements[i]
-        made = ShardedParameter.of(self.own_part(i), self.layout.slots[i].shape, placement, requires_grad=requires_grad)
+        slot, placement = self.layout.slots[i], self.gradients.placements[i]
+        made = ShardedParameter.of(self.own_part(i), slot.shape, placement, requires_grad=requires_grad)
         made.flat, made.number, made.seen = self, i, []
-        made.gradients, made.group = self.gradients, self.layout.slots[i].group
+        made.gradients, made.group = self.gradients, slot.group
         if made.is_floating_point() or made.is_complex():
             made.take_own_gradients()
         return made
@@ -236,8 +224,7 @@ class ShardedBuffer(FlatBuffer):
         old, leaf = self.sharded[i], self.parameters[i]
         old.is_replaced = True
         made = self.sharded[i] = leaf.sharded = self._make_sharded(i, requires_grad=old.requires_grad)
-        group = self.layout.slots[i].group
-        self.gradients.regions[group] = self.gradients.region(group)
+        self.gradients.regions[made.group] = self.gradients.region(made.group)
         self._show(self.sharded)
         return made
 
@@ -257,8 +244,7 @@ class ShardedGradients(Gradients):
         self.shown: list[FlatDTensor] | None = None  # the gradients of all parameters, where all have one of `reduced`
         self._views: list[FlatDTensor] = []  # of `_viewed`, by parameter
         self._viewed: Tensor | None = None
-        self._region_views: dict[Hashable, FlatDTensor] = {}  # of `_viewed_regions`
-        self._viewed_regions: Tensor | None = None
+        self._region_views: dict[Hashable, FlatDTensor] = {}  # of `reduced`
         self.read_by: set[type] = set()  # the forms in which optimizers have read these gradients
         self.stepped_as: dict[Hashable, type] = {}  # by group: the form in which one stepped by them
         layout, mesh = self.layout, self.mesh
@@ -266,23 +252,23 @@ class ShardedGradients(Gradients):
         cuts = sorted({0, layout.shard_numel, *(end for own in self._own for end in own)})
         self._shard_sizes = [stop - start for start, stop in itertools.pairwise(cuts)]
         self._chunk_of = [cuts.index(start) for start, _ in self._own]
-        self.placements = [_placement_of(layout, mesh, slot.offset, slot.stop) for slot in layout.slots]
+        self._whole = FlatPlacement(mesh=mesh, ranges=tuple(map(layout.shard, range(layout.factor))))
+        self.placements = [self._whole.part(slot.offset, slot.stop) for slot in layout.slots]
+        self._members = {group: [i for i, s in enumerate(layout.slots) if s.group == group] for group in layout.regions}
         self.regions = {group: self.region(group) for group in layout.regions}
 
     def region(self, group: Hashable) -> Region:
         start, stop = self.layout.region_in_shard(group, self.mesh.shard_rank)
         begin, end = self.layout.regions[group]
-        placement = _placement_of(self.layout, self.mesh, begin, end)
-        region = Region.of(
-            self.master[start:stop], (end - begin,), placement, requires_grad=self.master.is_floating_point()
-        )
+        local, is_trained = self.master[start:stop], self.master.is_floating_point()
+        region = Region.of(local, (end - begin,), self._whole.part(begin, end), requires_grad=is_trained)
         region.gradients, region.group = self, group
         return region
 
     def clear(self) -> None:
         super().clear()
         self._given, self._apart, self.read_by, self.stepped_as = {}, set(), set(), {}
-        self._viewed, self.shown, self._region_views, self._viewed_regions = None, None, {}, None
+        self._viewed, self.shown, self._region_views = None, None, {}
 
     def accumulate(self, shard: Tensor, arrived: frozenset[int], counts: Tensor | None) -> None:
         self.shown, self._region_views, self.read_by, self.stepped_as = None, {}, set(), {}
@@ -301,12 +287,12 @@ class ShardedGradients(Gradients):
             for i in self._apart:
                 given = self._given.get(i)
                 merged[slice(*self._own[i])] = 0 if given is None else given.to_local()
-            self.reduced, self._given, self._apart, self.shown = merged, {}, set(), None
+            self.reduced, self._given, self._apart, self.shown, self._region_views = merged, {}, set(), None, {}
         return self.reduced
 
     def upcast(self) -> None:
         super().upcast()
-        self.shown = None
+        self.shown, self._region_views = None, {}
 
     def gradient(self, i: int) -> FlatDTensor | None:
         """The reduced gradient of a parameter: what was set, or a view."""
@@ -339,11 +325,10 @@ class ShardedGradients(Gradients):
 
     def set_gradient(self, i: int, value: Tensor | None) -> None:
         """A value, whole or cut as the parameter is; None: forget it."""
-        self.shown = None
         given = None if value is None else self._cut(i, value)
         if self._unread:
             self.has_gradient(i)
-        self._region_views = {}
+        self.shown, self._region_views = None, {}
         self._given.pop(i, None)
         self._present.discard(i)
         self._apart.add(i)
@@ -373,49 +358,36 @@ class ShardedGradients(Gradients):
 
     def add(self, i: int, value: Tensor) -> None:
         """Adds to a parameter's gradient a value that did not come through the gathered buffer."""
-        present = self.gradient(i)
-        if present is None:
+        if (present := self.gradient(i)) is None:
             self.set_gradient(i, value)
         else:
             present.add_(value)
 
-    @cached_property
-    def _groups(self) -> dict[Hashable, list[int]]:
-        slots = self.layout.slots
-        return {group: [i for i, s in enumerate(slots) if s.group == group] for group in self.layout.regions}
-
     def gradient_of_region(self, group: Hashable) -> Tensor | None:
         """Raises ShardError where some of its parameters have a gradient and others have none."""
-        if self._viewed_regions is self.reduced and group in self._region_views:
+        if group in self._region_views:
             return self._region_views[group]
-        some = self._groups[group]
+        some = self._members[group]
         absent = [i for i in some if not self.has_gradient(i)]
         if len(absent) == len(some):
             return None
         if absent:
             raise ShardError(
-                f"{self.names[absent[0]]} has no gradient, and a flat optimizer would "
-                "move it all the same; give the optimizer model.parameters() in place of sharded_parameters(model), or call "
-                "split_unused(model, optimizer) before each step"
+                f"{self.names[absent[0]]} has no gradient, and a flat optimizer would move it all the same; give the "
+                "optimizer model.parameters() in place of sharded_parameters(model), or call split_unused(model, optimizer) "
+                "before each step"
             )
         local, (start, stop) = self.local(), self.layout.region_in_shard(group, self.mesh.shard_rank)
         assert local is not None
-        if self._viewed_regions is not local:
-            self._region_views, self._viewed_regions = {}, local
-        view = self._region_views[group] = cast(FlatDTensor, self.regions[group].like(local[start:stop]))
+        view = self._region_views[group] = self.regions[group].like(local[start:stop])
         return view
 
     def set_gradient_of_region(self, group: Hashable, value: Tensor | None) -> None:
-        if value is None and len(self._groups) == 1:  # the usual end of a step
+        if value is None and len(self.regions) == 1:  # the usual end of a step
             self.clear()
             return
         begin = self.layout.regions[group][0]
-        for i in self._groups[group]:
+        for i in self._members[group]:
             slot = self.layout.slots[i]
             part = None if value is None else value[slot.offset - begin : slot.stop - begin].view(slot.shape)
             self.set_gradient(i, part)
-
-
-def _placement_of(layout: Layout, mesh: ShardMesh, start: int, stop: int) -> FlatPlacement:
-    """The placement of elements [start, stop) of a buffer."""
-    return FlatPlacement(mesh=mesh, ranges=tuple(map(layout.shard, range(layout.factor)))).part(start, stop)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 
 import torch
 from torch import distributed as dist, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_lab.engine.api import Taken
 from fsdp_lab.engine.collectives import ShardError, gather_texts
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.policy import ModuleKind, ShardPolicy
@@ -18,8 +19,11 @@ from fsdp_lab.engine.schedule import OffloadPolicy, PrefetchPolicy
 from fsdp_lab.engine.unit import Unit
 
 
-def of_modules(modules: Sequence[object]) -> Iterator[str]:
-    """Refuses a first argument that is no module, or has no forward at which its parameters could be gathered."""
+def of_arguments(
+    modules: Sequence[object], reshard_after_forward: object, prefetch: object, ignored: Iterable[object]
+) -> Iterator[str]:
+    """Refuses arguments of the wrong kind, except those whose own constructors do, and modules without a forward at which
+    their parameters could be gathered."""
     if not modules:
         yield "an empty list of modules was given to fully_shard; give it the modules that form one unit"
     for module in modules:
@@ -29,10 +33,6 @@ def of_modules(modules: Sequence[object]) -> Iterator[str]:
         elif getattr(module.forward, "__func__", None) is nn.Module.forward:
             yield (f"a {kind} has no forward at which its parameters could be gathered; shard each module in it, or give "
                    "them as a list, list(modules), to be one unit")  # fmt: skip
-
-
-def of_arguments(reshard_after_forward: object, prefetch: object, ignored: Iterable[object]) -> Iterator[str]:
-    """Refuses the other arguments, except those whose own constructors do."""
     if not isinstance(reshard_after_forward, int):
         yield f"reshard_after_forward is {reshard_after_forward!r}; give True, False, or a number of ranks"
     if prefetch is not None and not isinstance(prefetch, PrefetchPolicy):
@@ -47,22 +47,22 @@ def of_arguments(reshard_after_forward: object, prefetch: object, ignored: Itera
 
 
 def of_call(
-    modules: Sequence[nn.Module],
-    taken: Sequence[tuple[str, nn.Parameter]],
-    mesh: ShardMesh,
-    policy: ShardPolicy,
-    inside: Iterable[Unit],
-) -> str | None:
-    """The first one, of parameters that are taken and of units that are inside; None: they can be sharded."""
-    paths = {m: path for root in modules for path, m in root.named_modules()}
-    named = {paths.get(unit.modules[0]) or unit.name: unit for unit in inside}
-    refused = (of_parameters(taken), of_mapping(taken, mesh, policy), of_units(modules, mesh, policy, named))
-    return next(itertools.chain.from_iterable(refused), None)
+    modules: Sequence[nn.Module], taken: Sequence[Taken], mesh: ShardMesh, policy: ShardPolicy, inside: Iterable[Unit]
+) -> Iterator[str]:
+    """Refuses parameters that are taken, and units that are inside."""
+    yield from of_parameters(taken)
+    yield from of_mapping(taken, mesh, policy) if policy.map_shards else ()
+    yield from of_units(modules, mesh, policy, inside)
 
 
-def of_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[str]:
-    """Parameters of which a range of elements is not a meaningful part."""
-    for name, p in named:
+def of_parameters(taken: Iterable[Taken]) -> Iterator[str]:
+    """Parameters of which a range of elements is not a meaningful part, as of classes that compute in their own way, or
+    pack numbers into integers."""
+    plain = nn.Parameter.__torch_function__, nn.Parameter.__torch_dispatch__
+    for name, p, kind in ((t.name, t.value, type(t.value)) for t in taken):
+        is_plain = (kind.__torch_function__, kind.__torch_dispatch__) == plain and (
+            p.is_floating_point() or p.is_complex()
+        )
         if nn.parameter.is_lazy(p):
             yield f"{name} has no shape yet; run one forward, or give the sizes, before fully_shard"
         elif isinstance(p, DTensor):
@@ -74,23 +74,21 @@ def of_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[str]:
         elif getattr(p, "grad_dtype", None) not in (None, p.dtype):  # torch 2.11 has no such attribute
             yield (f"{name} has grad_dtype={p.grad_dtype}, and gradients here have the dtype of their parameter; leave it "
                    "as it is, and choose dtypes by mp_policy")  # fmt: skip
-        elif _has_meaning_of_its_own(p):
-            yield (f"{name} is a {type(p).__name__}, whose elements cannot be cut as numbers; make it a plain nn.Parameter, "
+        elif kind is not nn.Parameter and not is_plain:
+            yield (f"{name} is a {kind.__name__}, whose elements cannot be cut as numbers; make it a plain nn.Parameter, "
                    "or pass it in ignored_params")  # fmt: skip
 
 
-def of_mapping(named: Iterable[tuple[str, nn.Parameter]], mesh: ShardMesh, policy: ShardPolicy) -> Iterator[str]:
+def of_mapping(taken: Iterable[Taken], mesh: ShardMesh, policy: ShardPolicy) -> Iterator[str]:
     """Why gathered parameters cannot be the shards where they lie."""
-    if not policy.map_shards:
-        return
     shares = mesh.device.type == "cpu" and (mesh.shard_group is None or mesh.buffer_pool is not None)
     if not shares or policy.offload != OffloadPolicy.NONE or mesh.post_forward_group is not None:
         yield ("map_shards is for ranks on CPUs that share memory, as by fsdp_lab.init_process_group(), without "
                "offload_policy, and without a number in reshard_after_forward; leave one of them out")  # fmt: skip
-    for name, p in named:
-        if any(policy.gathered_dtype(p.dtype, kind) is not p.dtype for kind in ModuleKind):
-            yield (f"map_shards is for parameters that are gathered as they are, and mp_policy makes {name} another dtype; "
-                   "leave one of them out")  # fmt: skip
+    for t in taken:
+        if any(policy.gathered_dtype(t.value.dtype, kind) is not t.value.dtype for kind in ModuleKind):
+            yield (f"map_shards is for parameters that are gathered as they are, and mp_policy makes {t.name} another "
+                   "dtype; leave one of them out")  # fmt: skip
 
 
 def of_root(units: Iterable[Unit]) -> Iterator[str]:
@@ -103,41 +101,28 @@ def of_root(units: Iterable[Unit]) -> Iterator[str]:
 
 
 def of_units(
-    modules: Sequence[nn.Module], mesh: ShardMesh, policy: ShardPolicy, inside: Mapping[str, Unit]
+    modules: Sequence[nn.Module], mesh: ShardMesh, policy: ShardPolicy, inside: Iterable[Unit]
 ) -> Iterator[str]:
     """Refuses units of one root that differ in what must be the same. They may differ in dtypes, offload, and how they
     shard."""
-    outer = type(modules[0]).__name__
+    outer, paths = type(modules[0]).__name__, {m: path for root in modules for path, m in root.named_modules()}
     prefetch = {outer: policy} if policy.has_own_prefetch else {}
-    for name, unit in inside.items():
+    for unit in inside:
+        name, ranks = paths.get(unit.modules[0]) or unit.name, unit.mesh.ranks
         if unit.mesh.device != mesh.device:
             yield (f"{name} was sharded on {unit.mesh.device}, and {outer} around it is to be on {mesh.device}; give all "
                    "units of a model meshes of one device type")  # fmt: skip
-        if _ranks(unit.mesh) != _ranks(mesh):
-            yield (f"{name} was sharded over ranks {list(unit.mesh.ranks)}, and {outer} around it is to be over "
+        if ranks[0] != mesh.ranks[0] or {*ranks} != {*mesh.ranks}:  # the first one has the values in a broadcast
+            yield (f"{name} was sharded over ranks {list(ranks)}, and {outer} around it is to be over "
                    f"{list(mesh.ranks)}; give all units of a model meshes of the same ranks")  # fmt: skip
         if unit.policy.has_own_prefetch:
             prefetch[name] = unit.policy
-    for (one, its), (other, others) in zip(list(prefetch.items())[:-1], list(prefetch.items())[1:], strict=True):
+    for (one, its), (other, others) in itertools.pairwise(prefetch.items()):
         for field in fields(PrefetchPolicy):
             a, b = getattr(its.rules, field.name), getattr(others.rules, field.name)
             if a != b:
                 yield (f"prefetch_policy is one for all units of a model, and {one} was given {field.name}={a}, {other} "
                        f"{field.name}={b}; give it to the outermost module only")  # fmt: skip
-
-
-def _has_meaning_of_its_own(p: nn.Parameter) -> bool:
-    """Returns whether the parameter is of a class that computes in its own way, or packs numbers into integers."""
-    kind = type(p)
-    if kind is nn.Parameter:
-        return False
-    plain = (nn.Parameter.__torch_function__, nn.Parameter.__torch_dispatch__)
-    return (kind.__torch_function__, kind.__torch_dispatch__) != plain or not (p.is_floating_point() or p.is_complex())
-
-
-def _ranks(mesh: ShardMesh) -> tuple[int, list[int]]:
-    """The first one has the values in a broadcast; the order of the others is the mesh's own affair."""
-    return mesh.ranks[0], sorted(mesh.ranks)
 
 
 def check_equal_on_all_ranks(mesh: ShardMesh, entries: list[str], refusal: str | None) -> None:
@@ -151,18 +136,13 @@ def check_equal_on_all_ranks(mesh: ShardMesh, entries: list[str], refusal: str |
             if group is not None:
                 parts = gather_texts(json.dumps(answers), group, mesh.device)
                 answers = [one for part in parts for one in json.loads(part)]
-    by_rank = [of_rank for of_rank, _ in answers]
-    refused = next((why for _, why in answers if why is not None), None)
-    if refused is not None:
+    for refused in (why for _, why in answers if why is not None):
         raise ShardError(refused)
-    for rank, other in enumerate(by_rank):
-        if other != by_rank[0]:
-            pairs = zip([*by_rank[0], "nothing more"], [*other, "nothing more"], strict=False)
-            first, differs = next((a, b) for a, b in pairs if a != b)
-            raise ShardError(
-                f"what is sharded differs between ranks: {first} on rank 0 of the mesh, {differs} on rank {rank}; build the "
-                "same model on every rank before fully_shard"
-            )
+    for rank, (others, _) in enumerate(answers):
+        for first, differs in itertools.zip_longest(answers[0][0], others, fillvalue="nothing more"):
+            if first != differs:
+                raise ShardError(f"what is sharded differs between ranks: {first} on rank 0 of the mesh, {differs} on rank "
+                                 f"{rank}; build the same model on every rank before fully_shard")  # fmt: skip
 
 
 def choices_of(units: Sequence[Unit]) -> dict[Unit, Unit]:

@@ -44,11 +44,9 @@ class Scaler:
 
     def update(self, *, overflowed: bool) -> None:
         """Called after each step, with the same answer on every rank."""
-        if not self.enabled:
-            return
-        if overflowed:
+        if self.enabled and overflowed:
             self.scale, self.good_steps = max(1.0, self.scale * BACKOFF), 0
-            return
-        self.good_steps += 1
-        if self.good_steps >= GROWTH_INTERVAL:
-            self.scale, self.good_steps = min(LARGEST, self.scale * GROWTH), 0
+        elif self.enabled:
+            self.good_steps += 1
+            if self.good_steps >= GROWTH_INTERVAL:
+                self.scale, self.good_steps = min(LARGEST, self.scale * GROWTH), 0

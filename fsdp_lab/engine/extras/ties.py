@@ -6,42 +6,36 @@ module is sharded, what turns out to be shared is taken out of the inner units, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import nn
 
 from fsdp_lab.engine.buffer import TAKEN
+from fsdp_lab.engine.hooks import UnitHooks
 from fsdp_lab.engine.state import gather_one
 from fsdp_lab.engine.unit import Unit
 
 
-def find_ties(modules: Sequence[nn.Module], inner: Sequence[Unit]) -> set[int]:
-    """Ids of original parameters that two inner units took, or that an inner unit took and `modules` still hold."""
-    owners: dict[int, set[int]] = {}
+def find_ties(modules: Sequence[nn.Module], inner: Iterable[Unit]) -> dict[int, list[str]]:
+    """The original parameters that two inner units took, or that one took and `modules` still hold: id -> its names, each
+    with its unit."""
+    owners: dict[int, list[str]] = {}
     for unit in inner:
         for flat in unit.flats:
-            for original in flat.originals:
-                owners.setdefault(id(original), set()).add(id(unit))
+            for original, name in zip(flat.originals, flat.names, strict=True):
+                owners.setdefault(id(original), []).append(f"{name} of {unit.name}")
     held = {id(p) for root in modules for m in root.modules() for p in m._parameters.values() if p is not None}
-    return {original for original, units in owners.items() if len(units) > 1 or original in held}
+    return {p: names for p, names in owners.items() if len(names) > 1 or p in held}
 
 
-def describe_ties(inner: Iterable[Unit], tied: set[int]) -> list[str]:
-    """For the comparison between ranks."""
-    held = [(unit, flat, i, p) for unit in inner for flat in unit.flats for i, p in enumerate(flat.originals)]
-    return [f"{flat.names[i]} of {unit.name} tied" for unit, flat, i, p in held if id(p) in tied]
-
-
-def untie(unit: Unit, tied: set[int]) -> bool:
-    """Rebuild a unit without the tied parameters, which its modules then hold as before; collective.
+def untie(hooks: UnitHooks, tied: Collection[int]) -> None:
+    """Rebuild a unit without the tied parameters, if it has any; its modules then hold these as before. Collective.
 
     Of two units that are tied to each other the one that was sharded first has the values.
-
-    Returns: whether it had any.
     """
+    flats, unit = [], hooks.unit
     if not any(id(original) in tied for flat in unit.flats for original in flat.originals):
-        return False
-    flats = []
+        return
     for flat in unit.flats:
         kept = []
         for i, original in enumerate(flat.originals):
@@ -55,4 +49,4 @@ def untie(unit: Unit, tied: set[int]) -> bool:
                 setattr(module, attribute, original)
         flats += [flat.rebuild(kept)] if kept else []
     unit.replace_buffers(flats)
-    return True
+    hooks.install()
