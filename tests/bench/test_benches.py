@@ -33,7 +33,6 @@ def ranks(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
         (["metering", "--backend", "lab,x", "--device", "cpu"], "--backend 'x' is refused"),
         (["memory", "--ranks", "1,2"], "--ranks 1,2 is refused; give numbers of 2 or more"),
         (["families", "gpt3"], "gpt3 is no family"),
-        (["live", "--json", "/nowhere/at/all.json"], "cannot be written"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

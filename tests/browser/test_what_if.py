@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page
@@ -272,14 +273,17 @@ def test_it_is_readable(open_page: Callable[..., StaticPage], file: Path):
 
 
 def test_uncertainty_is_said_and_drawn(open_page: Callable[..., StaticPage], tmp_path: Path):
-    axes = {"model": ("llama-7b",), "hardware": ("h100",), "world_size": (8,)}
+    axes = {"model": ("llama-7b",), "hardware": ("h100",), "world_size": (8, 64)}
     product = Product(axes=[
         Axis(name=name, label=name, option=f"--{name}", values=values, words=tuple(map(str, values)))
         for name, values in axes.items()
     ])  # fmt: skip
-    spec = Spec(world_size=8).replace(model="llama-7b", precision="bf16", seq_len=2048)
-    plan = {**planned(spec, Target(hardware="h100")).to_dict(), "fits_probability": 0.93}
-    page = open_page(write_what_if(tmp_path / "page.html", product, lambda _: plan))
+
+    def predicted(values: Mapping[str, Any]) -> dict[str, Any]:
+        spec = Spec(world_size=values["world_size"]).replace(model="llama-7b", precision="bf16", seq_len=2048)
+        return {**planned(spec, Target(hardware="h100")).to_dict(), "fits_probability": 0.93}
+
+    page, plan = open_page(write_what_if(tmp_path / "page.html", product, predicted)), predicted({"world_size": 8})
     assert page.text("verdict") == "fits: 93 %" and page.page.locator(".error").count() == 2
     between = f"{duration(plan['step_time_s_low'])} to {duration(plan['step_time_s_high'])}"
     assert f"A step takes {between}, 8 times in 10." in page.text("step")

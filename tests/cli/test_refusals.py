@@ -29,7 +29,6 @@ REFUSED = [
     ("bench step --device cpu --json /nowhere/at/all.json", "cannot be written"),
     ("bench host --device cpu --rounds 0", "--rounds 0 is refused; give a whole number of 1 or more"),
     ("bench host --device cpu --only lab,plain", "--only: there is no form plain; choose from ddp-raw, "),
-    ("bench host --json /nowhere/at/all.json", "cannot be written"),
     ("bench gpu --device cpu --only step,stop", "--only: there is no part 'stop'; choose from nccl, nccl-step, str"),
     ("bench gpu --device cpu --only ,", "--only: there is no part ','"),
     ("bench gpu --device cpu --minutes -1", "--minutes -1 is refused"),

@@ -321,10 +321,6 @@ GAPS = ("DataParallel", "Zero1", "Zero2", "FullyShard", "Overlapped")
 NUMBERS = count(100)  # of cells
 
 
-def cells(nbformat: Any) -> list[str]:
-    return [c.source for c in nbformat.read(NOTEBOOK, as_version=4).cells if c.cell_type == "code"]
-
-
 def checked(lab: Lab, sources: list[str], gap: str, text: str) -> EngineCheck:
     """What the notebook's check says of a class with this text, where all other gaps are filled in."""
     names = cell(f"{SOLUTION.read_text()}\n\n{text}\n", next(NUMBERS))
@@ -341,7 +337,7 @@ def checked(lab: Lab, sources: list[str], gap: str, text: str) -> EngineCheck:
 def sources() -> list[str]:
     import nbformat
 
-    return cells(nbformat)
+    return [c.source for c in nbformat.read(NOTEBOOK, as_version=4).cells if c.cell_type == "code"]
 
 
 def solution_of(gap: str) -> str:
