@@ -268,7 +268,8 @@ class UnshardHandle:
             for unit in self._units:
                 self._runtime.make_ready(unit, Direction.FORWARD)
             for flat in (flat for unit in self._units for flat in unit.flats):
-                flat.let_others_read()
+                if (pool := flat.mesh.buffer_pool) is not None:
+                    pool.settle(flat.full)  # other ranks have what this one sent from it
         except BaseException:
             for unit in self._units:
                 with suppress(RuntimeError):  # other gathers fail alike, and the first one is told
@@ -320,5 +321,5 @@ def _watch_state_dict(unit: Unit) -> None:
                 new.data, state[prefix + name] = state[prefix + name], new  # assigned to itself
 
     for module in {use[0]: None for flat in unit.flats for uses in flat.uses for use in uses}:
-        module.register_state_dict_pre_hook(saving)  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_pre_hook(loading)  # type: ignore[no-untyped-call]
+        module.register_state_dict_pre_hook(saving)
+        module.register_load_state_dict_pre_hook(loading)

@@ -19,7 +19,10 @@ def free(module: nn.Module, *, busy: Collection[int] = ()) -> None:
     for unit, h in hooks.items():
         h.remove()
         for flat in unit.flats:
-            for storage in [t.untyped_storage() for t in flat.tensors()]:
+            g, gathered = flat.gradients, flat.full if flat.is_gathered else None
+            optional = (gathered, g.unsharded, g.reduced, flat.device_shard, flat.post_forward_shard)
+            tensors = (flat.master, *(t for t in optional if t is not None), *g.pieces.values())
+            for storage in [t.untyped_storage() for t in tensors]:
                 if storage.resizable() and storage.size() and storage.data_ptr() not in busy:
                     storage.resize_(0)
             flat.free_gathered(busy)
