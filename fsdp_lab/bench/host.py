@@ -3,8 +3,6 @@
 The model is blocks of tiny layers, so that a step is host time. On a CPU that is the CPU time of the main thread, which
 sleeps while it waits (shared memory does not spin here); on a GPU, whose backward is in another thread, wall time."""
 
-from __future__ import annotations
-
 import cProfile
 import gc
 import itertools

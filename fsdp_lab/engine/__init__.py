@@ -18,8 +18,6 @@ Gloo still holds the tensor of a collective. It ends these threads where no `Dev
 What cannot be done raises a `ShardError`, which says what to do.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from fsdp_lab.base import lazy_names

@@ -4,8 +4,6 @@
 is sent, and gives modules sharded tensors that torch's optimizers and checkpoints know.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 

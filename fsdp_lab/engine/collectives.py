@@ -11,8 +11,6 @@ interpreter for it. A script that ends right after a collective must call `torch
 as torch asks of every script; mesh.py lets it end these threads.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

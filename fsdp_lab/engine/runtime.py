@@ -19,8 +19,6 @@ comes, else by that of the call it repeats. Nothing that is issued depends on wh
 differ in that.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

@@ -9,8 +9,6 @@ modules' own initialisation, which writes to the sharded tensors; what was never
 sharded; the caller fills them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

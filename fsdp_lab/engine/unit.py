@@ -3,8 +3,6 @@
 unshard -> wait_for_unshard -> (computation) -> reshard; then, from autograd's gradients, reduce.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Sequence
 

@@ -13,8 +13,6 @@ On the next call all ranks see that this epoch was aborted and open new process 
 each rebuilds its backend from its own master shards, since a wrapper that was left in the middle of a backward cannot be
 used again (`Lifecycle.rebuild`)."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

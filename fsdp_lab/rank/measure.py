@@ -10,8 +10,6 @@ Note: memory. Sizes do not change between two switches, so most of them are foun
 gradients and optimizer state when they first exist, and the peak and its composition in a ledger step (ledger.py). An
 ordinary step adds what the allocator, the driver and the system report."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -25,8 +25,6 @@ Note: where a NaN began (`not_finite`). A loss belongs to one rank; a gradient s
 one rank is in all shards. So if the losses are finite, the step, which no rank has applied, is computed again, and each
 rank checks its own summands."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import math

@@ -11,8 +11,6 @@ allocates what the one before has freed has no page faults.
 A block may have several users: the tensor that is in it (`Arena.tensor`, host_group.py), and what other ranks have yet to
 read there (channels.py). It is free when the last one gives it back."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

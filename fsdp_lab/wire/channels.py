@@ -10,8 +10,6 @@ Note: channels. One is in the control file of the rank that publishes: a ring of
 raised for each entry, the second by the reader when it has read the bytes of one, so that their memory can be used again.
 Each process has a `Channel` for its own end."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -8,8 +8,6 @@ defined, as one function. torch's stubs and trampolines differ in their signatur
 
 # mypy: disable-error-code="override,attr-defined,assignment"
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Sequence

@@ -19,8 +19,6 @@ rank. So their pages can appear at the addresses of the buffer, and an all-gathe
 pages are mapped for this process alone: what is written to them becomes a copy of the page, which no other rank sees, and
 which would hide what its rank writes there later. So the engine refuses it, and who is to write is given copies: `hold`."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import mmap

@@ -1,7 +1,5 @@
 """`Meter`: the collectives that crossed the wire, and how long computing waited for them."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`free`, which gives back all memory of a sharded model. README.md has what a rank holds of one, as formulas."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from torch import nn

@@ -5,8 +5,6 @@ Nothing tells a tensor who holds it. But who makes an optimizer asks each tensor
 `grad` and adds to it. What is no tensor of ours is left a gradient that cannot be used.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Collection, Hashable, Sequence
 from typing import Any

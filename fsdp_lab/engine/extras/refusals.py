@@ -1,7 +1,5 @@
 """What `fully_shard` cannot take, each as one sentence that names it and the way out; and the comparison of ranks."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence

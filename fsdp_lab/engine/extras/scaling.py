@@ -7,8 +7,6 @@ the squared norm over all ranks, which is not finite exactly where some gradient
 `clip_grad_norm_` serve, over `module.parameters()` or flat shards.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import nn
