@@ -90,8 +90,7 @@ class ShardPolicy:
 
     def reduced_dtype(self, gathered: torch.dtype) -> torch.dtype:
         """The dtype in which the gradient of a parameter is reduced that is gathered in `gathered`."""
-        wanted = self.mp.reduce_dtype
-        return wanted if wanted is not None and gathered.is_floating_point else gathered
+        return (self.mp.reduce_dtype or gathered) if gathered.is_floating_point else gathered
 
 
 def kind_of(module: nn.Module) -> ModuleKind:

@@ -113,17 +113,16 @@ class Runtime:
         if self._forward is not None or self._backward is not None:
             self.reset()  # an exception ended what was in progress
         with_backward = torch.is_grad_enabled()
-        for other in self.units:
-            if other.policy.rules.reshard_after_forward and other is not unit and not other.asked_for:
-                other.reshard()
-            if other.policy.offload == OffloadPolicy.OPTIMIZER:  # which has stepped since
-                with self.span(Phase.HOST_COPY, other, Direction.FORWARD):
-                    other.copy_to_device(self.streams)
         if (written := self._count_writes()) != self._written:
             self._release()
             self._step, self._written = self._step + 1, written
         for other in self.units:
             other.mesh.counter.step = self._step
+            if other.policy.rules.reshard_after_forward and other is not unit and not other.asked_for:
+                other.reshard()
+            if other.policy.offload == OffloadPolicy.OPTIMIZER:  # which has stepped since
+                with self.span(Phase.HOST_COPY, other, Direction.FORWARD):
+                    other.copy_to_device(self.streams)
         schedule = self._schedule((unit, with_backward)) if scheduled else None
         self._forward = Pass(schedule, unit, with_backward=with_backward)
         return self._forward
