@@ -82,8 +82,7 @@ class Layout:
 
     def in_shard(self, slot: Slot, rank: int) -> Range:
         """The slot's range, counted from the beginning of the rank's shard."""
-        start, stop = self.own(slot, rank)
-        first = slot.offset - rank * self.shard_numel
+        (start, stop), first = self.own(slot, rank), slot.offset - rank * self.shard_numel
         return (first + start, first + stop) if start < stop else (0, 0)
 
     @cached_property
@@ -142,13 +141,8 @@ class Chunks:
                     sizes.append(stop - start)
                     at = slot.offset + stop
             pad(end - at + rest)
-        return cls(
-            sizes=tuple(sizes),
-            places=tuple(map(tuple, places)),
-            padding=tuple(padding),
-            counts=counts,
-            part_numel=n + rest,
-        )
+        ranges = tuple(map(tuple, places))
+        return cls(sizes=tuple(sizes), places=ranges, padding=tuple(padding), counts=counts, part_numel=n + rest)
 
 
 def _aligned(n: int, align: int) -> int:
