@@ -225,9 +225,8 @@ def objective(workload: Workload) -> Callable[[nn.Module, Any], Tensor]:
 
 
 def _of_transformers() -> Callable[[nn.Module, Any], Tensor]:
-    """The loss that a model of transformers returns. Its masks ask whether positions begin anew within a row, as where
-    sequences are packed, for which every forward would wait for the device. A batch here has no positions, and the model
-    counts them itself, the same in every forward: so the first answer stands, if it was no."""
+    """The loss that a model of transformers returns. In every forward its masks ask the device whether sequences are packed,
+    by their positions. A batch here has none, and the model counts them, each time alike: so the first no stands."""
     asks: Any = None
     found: Any = ...  # its last answer
 

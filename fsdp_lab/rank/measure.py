@@ -230,8 +230,9 @@ class StepMeter:
             return traffic(collectives)
         kernels = None if self.ledger is None else self.ledger.kernels
         seen = {} if kernels is None or kernels.exposed_s is None else kernels.exposed_s
-        over_nccl = {c.kind for c in collectives if not seen or c.start_s is not None}
-        unknown = over_nccl - {"control"}  # whose kernel may have another's name
+        unknown = {c.kind for c in collectives if not seen or c.start_s is not None} - {
+            "control"
+        }  # these went over NCCL
         if "other" in seen:  # a sum in rank order is sent by kernels of another name
             unknown = set()
         return traffic(collectives, {**exposed(collectives), **dict.fromkeys(unknown, math.nan), **seen})

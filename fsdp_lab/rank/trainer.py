@@ -12,11 +12,10 @@ waits for a GPU. The update is timed by marks on its stream that are read in the
 complete one step later (`advance`), or when `finish` waits for the device.
 
 Note: the vote of a GPU. Over NCCL, and on one rank, the device sums the votes, and the host reads the result before the
-update; or, where nothing needs it earlier (`_reads_late`), when the next step begins, while the device has the update to
-do. It leaves that out where the result is not finite or not all have voted: the third number of a vote is 1, or nan where
-loss or norm are not finite or the rank was aborted. Until it is read the gradients stay and the step is not committed. So
-the first note holds: a rank whose device has the result has committed, and others still can. CPUs, ranks that share a GPU,
-offloaded gradients and hybrid sharding, which sends nothing over all ranks, vote on the host.
+update; or, where nothing needs it earlier (`_reads_late`), when the next step begins, while the device updates. It does not
+where the result is not finite or not all have voted: the third number of a vote is 1, or nan where loss or norm are not
+finite or the rank was aborted. Until it is read the gradients stay and the step is not committed. So a rank whose device has
+the result has committed, and others still can. Ranks that share a GPU, offload, and hybrid sharding vote on the host.
 
 Note: bits of the norm. Squares are summed in float64, where a square of an fp32 number is exact, and the norm is rounded
 to fp32's precision. So neither it nor clipped gradients depend on how backends cut gradients into tensors and shards.
@@ -137,9 +136,9 @@ class Trainer:
     ) -> list[StepEvent]:
         """Forward, backward, vote, update. `slow`: it is stopped between phases; `traced`: its event gets spans;
         `ledger`: it is a ledger step. The third step after a switch always is one; an earlier request is postponed until
-        then. `late`: another step follows at once, in which its vote may be read (see the notes). Returns the events that
-        are complete now: on a CPU this step's, on a GPU that of the step before, if it was not returned. Raises RankAborted
-        or WireTimeout if it is aborted, NotFinite if it, or the step before, cannot be applied."""
+        then. `late`: a step follows, which may read its vote. Returns the events that are complete now: on a CPU its own, on
+        a GPU that of the step before, if it was not returned. Raises RankAborted or WireTimeout if it is aborted, NotFinite
+        if it, or the step before, cannot be applied."""
         self.read_vote()
         self._ledger_due = self._ledger_due or ledger
         busy = slow or torch.autograd._profiler_enabled()  # only one profiler can be active
@@ -265,8 +264,7 @@ class Trainer:
         self._complete()  # of the step before, which the device has long ended
 
     def _loss_and_norm(self, total: Tensor) -> Tensor:
-        """This rank's mean loss; and its vote: that loss, and its squared gradient norm. [3] in float64 on the host, for
-        which it waits; or [4] on a device that votes itself: see the note."""
+        """This rank's mean loss, and its vote: that, and its squared gradient norm; [3] on the host, or [4] on a device."""
         squared = squared_norm(self.backend.gradients(), total.device)
         mean = total.double() / self.spec.workload.accumulate
         if not self.world.sums_on_device(squared):

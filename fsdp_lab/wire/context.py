@@ -359,9 +359,8 @@ class WireContext:
 
     def start_timing(self, mark: tuple[Any, float] | None = None) -> None:
         """Time collectives over NCCL from here on. `mark`: an event and its time; None: the device is idle, so now."""
-        self._timed, self._timed_from = [], None
-        if self.nccl is not None:
-            self._timed_from = mark or (self.nccl.record(), time.perf_counter())
+        self._timed = []
+        self._timed_from = None if self.nccl is None else mark or (self.nccl.record(), time.perf_counter())
 
     def time_nccl(self, issued: Collective) -> Timed | None:
         """Called before a collective is given to NCCL, on the stream behind which it begins. The caller adds the event of

@@ -128,13 +128,13 @@ def _disturbed(place: Place, what: str, file: str = "") -> Any:
 
     def interrupt() -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        s.context._abort_event.wait(20)
+        assert s.context._abort_event.wait(20) and s.context.alive.isnan()
 
     def loss_and_norm(trainer: Trainer, total: torch.Tensor) -> torch.Tensor:
         if place.rank == 1 and happens("killed, vote not cast"):
             os._exit(0)
         if place.rank == 1 and happens("stopped, before its device votes"):
-            s.context.alive.fill_(torch.nan)  # type: ignore[union-attr]
+            s.context.alive.fill_(torch.nan)
         return CAST(trainer, total * torch.nan if place.rank == 1 and happens("nan", "nan, read at once") else total)
 
     def update(trainer: Trainer, vote: torch.Tensor) -> None:
