@@ -179,7 +179,7 @@ def test_every_byte_has_a_class_under_every_strategy_and_what_is_offloaded_is_no
     # gradients are whole between two micro-batches of which only the last communicates; the second forward finds them
     curve = by_strategy["two micro-batches"].memory_curve
     second = [s for s in curve if (s.phase, s.unit, s.moment) == ("forward", "transformer.h.0", "begin")][1]
-    assert second.classes.gradients_bytes == 4 * ALL
+    assert 4 * ALL < second.classes.gradients_bytes < 4.01 * ALL  # with the counts of what came
     partly = by_strategy["offload of the optimizer"]  # leaves a copy to gather from
     assert {s.classes.parameters_bytes for s in partly.memory_curve} == {4 * ALL // 2}
     assert partly.memory_curve[-1].classes.optimizer_bytes == partly.memory_curve[-1].classes.gradients_bytes == 0
