@@ -12,9 +12,6 @@ It needs torch only. To install it alone, in a clone: `pip install torch && pip 
 
 `AdamW(sharded_parameters(model))` steps the same values as a few flat tensors, which is faster.
 
-End a script by `torch.distributed.destroy_process_group()`: over Gloo, torch may abort a process that ends while a thread of
-Gloo still holds the tensor of a collective. It ends these threads where no `DeviceMesh` of the caller's own keeps the group.
-
 What cannot be done raises a `ShardError`, which says what to do.
 """
 

@@ -5,10 +5,6 @@ What remains to be done then (`then`) runs in the thread that waits; on a GPU it
 
 A gather's output is passed as an alias that does not share the version counter (`.data`): Gloo raises the counter from its
 own thread when the bytes arrive, and autograd would take the views that it saved for modified ones.
-
-Note: the end of a program. Gloo's threads release the tensors of a collective a moment after `wait` returns, and need the
-interpreter for it. A script that ends right after a collective must call `torch.distributed.destroy_process_group()` first,
-as torch asks of every script; mesh.py lets it end these threads.
 """
 
 import time

@@ -59,19 +59,7 @@ def fully_shard(
     took. A parameter shared by two modules belongs to the lowest module that contains both. Several modules given as a
     list become one unit; it is gathered once for those that are called one after the other.
 
-    - Between steps `module.parameters()` are sharded tensors (`FlatDTensor`) with the names and shapes they had. They may
-      be written to, in place or by `.data`, with whole values or sharded ones, and inside `with unshard(module):`. What is
-      written to a gathered one between forward and backward is lost: the next forward refuses it.
-    - `p.grad` is the mean over the ranks, sharded as `p` is; None where no rank had a gradient.
-    - The optimizer is given `module.parameters()`, or, which is faster, `sharded_parameters(module)`: flat tensors, one for
-      each buffer and optimizer group, by group from `parameter_groups(module)`. Where parameters go unused, call
-      `split_unused(module, optimizer)` before a step of it.
-    - `requires_grad` of a parameter may be changed between steps; it counts from the next forward on. An optimizer that
-      lacks what is trained then is refused.
-    - Parameters that the module held before are emptied: make optimizers, hooks on parameters and other references to them
-      after sharding. The module cannot be copied, pickled, cast or moved afterwards.
-    - Several forwards may wait for their backwards. A unit may be called by itself, also before the root, which is the
-      outermost module that was sharded; a plain layer inside a unit may not.
+    README.md says what a caller may rely on (see "The contract").
 
     Args:
         module: a module, or several that form one unit; on meta, or with the same values on all ranks.
