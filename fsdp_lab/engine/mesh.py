@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,13 +34,6 @@ _BUILD = "make it with fsdp_lab.engine.build_mesh"
 Kept = Callable[[], Group | None] | None  # a weak reference: torch keeps a group until it is destroyed
 
 
-@dataclass
-class StepCounter:
-    """Counts the steps of a training, for errors."""
-
-    step: int = 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class ShardMesh:
     """This rank's place in a mesh. A group of one rank is None: nothing is sent in it."""
@@ -53,7 +47,7 @@ class ShardMesh:
     kept_shard_group: Kept
     kept_replicate_group: Kept
     kept_post_forward_group: Kept = None
-    counter: StepCounter = field(default_factory=StepCounter, compare=False)
+    counter: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(step=0), compare=False)  # for errors
 
     @property
     def shard_group(self) -> Group | None:

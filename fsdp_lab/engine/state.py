@@ -22,8 +22,6 @@ from fsdp_lab.engine.collectives import ShardError
 from fsdp_lab.engine.hooks import check_module, not_sharded, unit_hooks
 from fsdp_lab.engine.mesh import gather_parts
 
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-
 
 @dataclass(frozen=True, kw_only=True)
 class ParamShard:
@@ -122,6 +120,4 @@ def _check_tensor(shard: ParamShard, value: Any) -> None:
 
 
 def _original(name: str) -> str:
-    for part in _WRAPPERS:
-        name = name.replace(part, "")
-    return name
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")

@@ -22,7 +22,7 @@ from fsdp_lab.backends import build, fill
 from fsdp_lab.backends.base import DTYPES
 from fsdp_lab.base.process import ranks_per_host
 from fsdp_lab.engine import collectives
-from fsdp_lab.engine.extras.scaling import Scaler
+from fsdp_lab.engine.extras.dropin import Scaler
 from fsdp_lab.rank.prepare import LONGEST_S, Preparation, is_over_nccl, timed_on_device
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset

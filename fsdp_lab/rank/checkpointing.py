@@ -32,7 +32,7 @@ from fsdp_lab.backends.state import Chunk, Layout, gather_json
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.hang import LongWork
 from fsdp_lab.base.process import host_id
-from fsdp_lab.engine.extras.scaling import Scaler
+from fsdp_lab.engine.extras.dropin import Scaler
 from fsdp_lab.rank.heartbeat import LongWorkLog
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.trainer import Trainer, TrainingProgress

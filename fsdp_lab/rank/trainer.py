@@ -42,7 +42,7 @@ from fsdp_lab.backends.base import scale_rates
 from fsdp_lab.backends.state import ForwardState, gather_json
 from fsdp_lab.base.events import Carrier, StepEvent
 from fsdp_lab.base.tensors import map_tensors
-from fsdp_lab.engine.extras.scaling import Scaler
+from fsdp_lab.engine.extras.dropin import Scaler
 from fsdp_lab.engine.schedule import Phase
 from fsdp_lab.models.batches import Batches
 from fsdp_lab.models.flops import BestPeak

@@ -31,7 +31,7 @@ from fsdp_lab.bench.results import BenchResult, environment, format_spread, rati
 from fsdp_lab.bench.tasks import BenchRank
 from fsdp_lab.cli.bench import planned, say
 from fsdp_lab.cli.console import Refused, at_least
-from fsdp_lab.engine.extras.scaling import Scaler
+from fsdp_lab.engine.extras.dropin import Scaler
 from fsdp_lab.models.batches import Batches
 from fsdp_lab.models.flops import BestPeak, Peak
 from fsdp_lab.rank.rendezvous import RankInfo

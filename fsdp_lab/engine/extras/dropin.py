@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,13 +32,18 @@ from fsdp_lab.engine.extras.dtensor import FlatDTensor, restored
 from fsdp_lab.engine.extras.optimizers import OptimizerGuard
 from fsdp_lab.engine.extras.parameters import Region, ShardedBuffer, ShardedParameter
 from fsdp_lab.engine.extras.ties import find_ties, untie
-from fsdp_lab.engine.hooks import UnitHooks, not_sharded, unit_hooks
+from fsdp_lab.engine.hooks import UnitHooks, check_module, not_sharded, unit_hooks
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.policy import MixedPrecisionPolicy, ShardPolicy, offload_of
 from fsdp_lab.engine.runtime import Runtime
 from fsdp_lab.engine.schedule import Direction, OffloadPolicy, PrefetchPolicy, Rules
 from fsdp_lab.engine.state import shard_of
 from fsdp_lab.engine.unit import Unit
+
+GROWTH_INTERVAL, LARGEST = (
+    2000,
+    2.0**24,
+)  # steps without an overflow before a loss scale doubles; and what it is at most
 
 
 def fully_shard(
@@ -111,8 +117,11 @@ def fully_shard(
     for its_hooks in inside.values():
         untie(its_hooks, tied)
     unit = shard(modules, sharded, policy, ignored=ignored, group_of=group_of, buffer=ShardedBuffer, adopt=_adopt)
-    _mark(modules)
     _watch_state_dict(unit)
+    # By these attributes of torch's FSDP libraries know that all ranks must call a module equally often: transformers then
+    # lets `generate` go on until the last rank is ready, and calls a layer that was dropped. torch.compile reads them too.
+    for inner in (inner for root in modules for inner in root.modules()):
+        inner.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
     return module
 
 
@@ -135,14 +144,6 @@ def _described(taken: Sequence[Taken], group_of: GroupOf) -> list[str]:
     numbers: dict[Hashable, int] = {}
     of = [(t.name, t.value, numbers.setdefault(group_of(t.name, t.value), len(numbers))) for t in taken]
     return [f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad} group={n}" for name, p, n in of]
-
-
-def _mark(modules: Sequence[nn.Module]) -> None:
-    """Sets attributes of torch's FSDP, by which libraries know that all ranks must call a module equally often:
-    transformers then lets `generate` go on until the last rank is ready, and calls a layer that was dropped.
-    torch.compile reads them too."""
-    for module in {inner for root in modules for inner in root.modules()}:
-        module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -196,22 +197,54 @@ def split_unused(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     others move."""
     inside: dict[Region, list[ShardedParameter]] = {}
     for p in original_parameters(module):
-        inside.setdefault(p.flat.gradients.regions[p.group], []).append(p)
+        inside.setdefault(p.gradients.regions[p.group], []).append(p)
     given = {p for options in optimizer.param_groups for p in options["params"]}
     for region in given & inside.keys():
-        if len({p.flat.gradients.has_gradient(p.number) for p in inside[region]}) > 1:
-            _split_region(optimizer, region, inside[region])
-
-
-def _split_region(optimizer: torch.optim.Optimizer, region: Region, inside: Sequence[ShardedParameter]) -> None:
-    for options in optimizer.param_groups:
-        options["params"] = [q for p in options["params"] for q in (inside if p is region else [p])]
-    state = optimizer.state.pop(region, {})
-    for p in inside if state else ():
-        begin = (part := shard_of("", p.flat, p.number)).offset
+        if len({p.gradients.has_gradient(p.number) for p in inside[region]}) == 1:
+            continue
+        for options in optimizer.param_groups:
+            options["params"] = [q for p in options["params"] for q in (inside[region] if p is region else [p])]
+        state = optimizer.state.pop(region, {})
         parts = {k: v._local_tensor.detach() for k, v in state.items() if isinstance(v, FlatDTensor)}
-        own = {k: p.like(t[begin : begin + part.numel].clone()) for k, t in parts.items()}
-        optimizer.state[p] = {k: own[k] if k in own else v.clone() for k, v in state.items()}
+        for p in inside[region] if state else ():
+            begin = (part := shard_of("", p.flat, p.number)).offset
+            own = {k: p.like(t[begin : begin + part.numel].clone()) for k, t in parts.items()}
+            optimizer.state[p] = {k: own[k] if k in own else v.clone() for k, v in state.items()}
+
+
+def upcast_gradients(module: nn.Module) -> None:
+    """Under `keep_low_precision_gradients`, brings gradients to the masters' dtype, for an optimizer that needs them so."""
+    for flat in flats_of(module):
+        flat.gradients.upcast()
+
+
+@dataclass(kw_only=True)
+class Scaler:
+    """Loss scaling for fp16: `scale` multiplies the loss; 1 and constant where `enabled` is not set.
+
+    Small fp16 gradients would vanish, so gradients are divided by the scale before the optimizer (Micikevicius et al. 2018,
+    section 3.2). One that is not finite means that it was too large: that step is skipped on all ranks, by the vote that
+    ends it. Elsewhere torch's GradScaler serves.
+    """
+
+    enabled: bool
+    scale: float = 1.0
+    good_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.scale > 0:
+            raise ShardError(f"scale {self.scale} is refused; give a number above 0")
+        if self.enabled and self.scale == 1.0:
+            self.scale = 2.0**16
+
+    def update(self, *, overflowed: bool) -> None:
+        """Called after each step, with the same answer on every rank."""
+        if self.enabled and overflowed:
+            self.scale, self.good_steps = max(1.0, self.scale / 2), 0
+        elif self.enabled:
+            self.good_steps += 1
+            if self.good_steps >= GROWTH_INTERVAL:
+                self.scale, self.good_steps = min(LARGEST, self.scale * 2), 0
 
 
 # -- parameters that a caller asked for, outside of any forward -----------------------------------------------------
@@ -288,6 +321,27 @@ class UnshardHandle:
                 unit.pins = pins
             unit.asked_for = True
             unit.unshard(self._runtime.streams)
+
+
+def free(module: nn.Module, *, busy: Collection[int] = ()) -> None:
+    """Remove the hooks and free all storage at once, even if it is still referenced. The model cannot be used afterwards.
+
+    `busy`: addresses of storage that a collective may still use, as after an abort; it is freed with its last reference.
+    """
+    check_module(module)
+    hooks = {h.unit: h for h in map(unit_hooks, module.modules()) if h is not None}
+    for unit, h in hooks.items():
+        h.remove()
+        for flat in unit.flats:
+            g, gathered = flat.gradients, flat.full if flat.is_gathered else None
+            optional = (gathered, g.unsharded, g.reduced, flat.device_shard, flat.post_forward_shard)
+            tensors = (flat.master, *(t for t in optional if t is not None), *g.pieces.values())
+            for storage in [t.untyped_storage() for t in tensors]:
+                if storage.resizable() and storage.size() and storage.data_ptr() not in busy:
+                    storage.resize_(0)
+            flat.free_gathered(busy)
+            flat.gradients.drop()
+            flat.gradients.clear()  # what is in memory that ranks share is free when nobody has it
 
 
 # -- state_dict -----------------------------------------------------------------------------------------------------

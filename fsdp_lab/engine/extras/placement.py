@@ -109,7 +109,8 @@ def writable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The same, one by one."""
-    return [t for t in pytree.tree_leaves(writable(func, args, kwargs)) if isinstance(t, Tensor)]
+    given = [g if isinstance(g, (list, tuple)) else (g,) for g in writable(func, args, kwargs)]
+    return [t for some in given for t in some if isinstance(t, Tensor)]
 
 
 def is_view(func: Any) -> bool:
