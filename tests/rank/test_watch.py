@@ -258,7 +258,7 @@ def test_units_are_named_on_the_wire_of_the_last_watch() -> None:
 
     class Group:
         def unshard(self) -> list[str]:
-            return [wire._unit for wire in wires]
+            return [wire.unit for wire in wires]
 
     group = Group()
     for wire in wires:
