@@ -230,9 +230,8 @@ class StepMeter:
             return traffic(collectives)
         kernels = None if self.ledger is None else self.ledger.kernels
         seen = {} if kernels is None or kernels.exposed_s is None else kernels.exposed_s
-        unknown = {c.kind for c in collectives if not seen or c.start_s is not None} - {
-            "control"
-        }  # these went over NCCL
+        over_nccl = {c.kind for c in collectives if not seen or c.start_s is not None}
+        unknown = over_nccl - {"control"}  # which may be sent by a kernel of another name
         if "other" in seen:  # a sum in rank order is sent by kernels of another name
             unknown = set()
         return traffic(collectives, {**exposed(collectives), **dict.fromkeys(unknown, math.nan), **seen})

@@ -216,6 +216,9 @@ class WatchedDevice(SimulatedDevice):
         super().__init__()
         self.log: list[str] = []
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return not self._of(tensor).is_host  # also shards, whose storage was there before
+
     def wait(self, waiting: Any, event: Event) -> None:
         if waiting is self.host and not event.query():
             at = self.compute.name
