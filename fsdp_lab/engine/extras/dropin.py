@@ -123,8 +123,11 @@ def fully_shard(
     for its_hooks in inside.values():
         untie(its_hooks, tied)
     unit = shard(modules, sharded, policy, ignored=ignored, group_of=group_of, buffer=ShardedBuffer, adopt=_adopt)
-    _mark(modules)
     _watch_state_dict(unit)
+    # By these attributes of torch's FSDP libraries know that all ranks must call a module equally often: transformers then
+    # lets `generate` go on until the last rank is ready, and calls a layer that was dropped. torch.compile reads them too.
+    for inner in (inner for root in modules for inner in root.modules()):
+        inner.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
     return module
 
 
@@ -146,14 +149,6 @@ def _described(taken: Sequence[Taken], group_of: GroupOf) -> list[str]:
     numbers: dict[Hashable, int] = {}
     of = [(t.name, t.value, numbers.setdefault(group_of(t.name, t.value), len(numbers))) for t in taken]
     return [f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad} group={n}" for name, p, n in of]
-
-
-def _mark(modules: Sequence[nn.Module]) -> None:
-    """Sets attributes of torch's FSDP, by which libraries know that all ranks must call a module equally often:
-    transformers then lets `generate` go on until the last rank is ready, and calls a layer that was dropped.
-    torch.compile reads them too."""
-    for module in {inner for root in modules for inner in root.modules()}:
-        module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -207,22 +202,19 @@ def split_unused(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     others move."""
     inside: dict[Region, list[ShardedParameter]] = {}
     for p in original_parameters(module):
-        inside.setdefault(p.flat.gradients.regions[p.group], []).append(p)
+        inside.setdefault(p.gradients.regions[p.group], []).append(p)
     given = {p for options in optimizer.param_groups for p in options["params"]}
     for region in given & inside.keys():
-        if len({p.flat.gradients.has_gradient(p.number) for p in inside[region]}) > 1:
-            _split_region(optimizer, region, inside[region])
-
-
-def _split_region(optimizer: torch.optim.Optimizer, region: Region, inside: Sequence[ShardedParameter]) -> None:
-    for options in optimizer.param_groups:
-        options["params"] = [q for p in options["params"] for q in (inside if p is region else [p])]
-    state = optimizer.state.pop(region, {})
-    for p in inside if state else ():
-        begin = (part := shard_of("", p.flat, p.number)).offset
+        if len({p.gradients.has_gradient(p.number) for p in inside[region]}) == 1:
+            continue
+        for options in optimizer.param_groups:
+            options["params"] = [q for p in options["params"] for q in (inside[region] if p is region else [p])]
+        state = optimizer.state.pop(region, {})
         parts = {k: v._local_tensor.detach() for k, v in state.items() if isinstance(v, FlatDTensor)}
-        own = {k: p.like(t[begin : begin + part.numel].clone()) for k, t in parts.items()}
-        optimizer.state[p] = {k: own[k] if k in own else v.clone() for k, v in state.items()}
+        for p in inside[region] if state else ():
+            begin = (part := shard_of("", p.flat, p.number)).offset
+            own = {k: p.like(t[begin : begin + part.numel].clone()) for k, t in parts.items()}
+            optimizer.state[p] = {k: own[k] if k in own else v.clone() for k, v in state.items()}
 
 
 # -- parameters that a caller asked for, outside of any forward -----------------------------------------------------

@@ -51,8 +51,10 @@ from fsdp_lab.engine.extras.placement import (
 from fsdp_lab.engine.layout import Range
 from fsdp_lab.engine.mesh import ShardMesh, gather_parts, letting_go
 
+Shape = Sequence[int]
 aten: Any = torch.ops.aten
-_flat_placement, _local_tensor, _counted = map(operator.attrgetter, ("flat_placement", "_local_tensor", "counted"))
+_HELD = ("_local_tensor", "_spec", "flat_placement", "counted")  # what a tensor is made of
+_local_tensor, _spec, _flat_placement, _counted = map(operator.attrgetter, _HELD)
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")  # libraries of operations
 
 
@@ -72,7 +74,7 @@ class FlatDTensor(DTensor):
     given = False  # to an optimizer
 
     @classmethod
-    def of(cls, local: Tensor, shape: Sequence[int], placement: FlatPlacement, *, requires_grad: bool = False) -> Self:
+    def of(cls, local: Tensor, shape: Shape, placement: FlatPlacement, *, requires_grad: bool = False) -> Self:
         """local: [m], this rank's range of a tensor of `shape`."""
         mesh = placement.mesh.device_mesh
         meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), local.dtype)
@@ -86,17 +88,13 @@ class FlatDTensor(DTensor):
         made.flat_placement, made.counted = placement, local
         return made
 
-    def like(
-        self, local: Tensor, shape: Sequence[int] | None = None, placement: FlatPlacement | None = None
-    ) -> FlatDTensor:
+    def like(self, local: Tensor, shape: Shape | None = None, placement: FlatPlacement | None = None) -> FlatDTensor:
         """A tensor of other values, which is cut as this one is."""
         if shape is None and local.dtype == self.dtype:  # an optimizer makes many
             return FlatDTensor._made(local, self._spec, self.flat_placement)
         return FlatDTensor.of(local, self.shape if shape is None else shape, placement or self.flat_placement)
 
-    def viewed(
-        self, local: Tensor, shape: Sequence[int] | None = None, placement: FlatPlacement | None = None
-    ) -> FlatDTensor:
+    def viewed(self, local: Tensor, shape: Shape | None = None, placement: FlatPlacement | None = None) -> FlatDTensor:
         """A view of this one, which then counts as written to where the view is."""
         view = self.like(local, shape, placement)
         view.counted = self.counted
@@ -205,7 +203,7 @@ class FlatDTensor(DTensor):
 
 
 def restored(
-    local: Tensor, shape: Sequence[int], requires_grad: bool, ranges: tuple[Range, ...], mesh: DeviceMesh, rank: Range
+    local: Tensor, shape: Shape, requires_grad: bool, ranges: tuple[Range, ...], mesh: DeviceMesh, rank: Range
 ) -> FlatDTensor:
     """A tensor that a rank had saved by `torch.save`.
 
@@ -291,7 +289,7 @@ def _cut_what_is_written(args: tuple[Any, ...]) -> None:
             if like is not None:
                 cut: Any = like.like(like.range_of(t.full_tensor()).clone())
                 t.__class__ = FlatDTensor
-                for name in ("_local_tensor", "_spec", "flat_placement", "counted"):
+                for name in _HELD:
                     setattr(t, name, getattr(cut, name))
 
 
@@ -302,10 +300,9 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], changed: list
     name = func._schema.name.removeprefix("aten::")
     if name.startswith(("_foreach_", "_fused_")):
         return _on_lists(func, args, kwargs)
-    if torch.Tag.pointwise in func.tags or packet in _POINTWISE:
-        like = _like(func, args, kwargs)
-        if like is not None:
-            return _on_ranges(func, args, kwargs, like)
+    is_pointwise = torch.Tag.pointwise in func.tags or packet in _POINTWISE
+    if is_pointwise and (like := _like(func, args, kwargs)) is not None:
+        return _on_ranges(func, args, kwargs, like)
     if torch.Tag.nondeterministic_seeded in func.tags and name.endswith("_") and isinstance(args[0], FlatDTensor):
         return _draw(func, args, kwargs)
     return _on_whole(func, args, kwargs, changed)
@@ -384,7 +381,9 @@ def _on_equal_lists(func: Any, args: Any, kwargs: Any) -> Any:
     results = func(*local_args, **local_kwargs)
     for some in changed:
         torch.autograd.graph.increment_version([*map(_counted, some)])
-    return results and [like.like(local) for like, local in zip(first, results, strict=True)]
+    if results is None or results[0].dtype != first[0].dtype:
+        return results and [like.like(local) for like, local in zip(first, results, strict=True)]
+    return [*map(FlatDTensor._made, results, map(_spec, first), placements)]
 
 
 def _local_list(a: Any, placements: list[FlatPlacement]) -> Any:
@@ -392,9 +391,8 @@ def _local_list(a: Any, placements: list[FlatPlacement]) -> Any:
     AttributeError."""
     if isinstance(a, Tensor):
         raise AttributeError
-    if not isinstance(a, (list, tuple)) or not a or not isinstance(a[0], Tensor):
-        return a
-    if all(type(t) is Tensor and not t.dim() for t in a):
+    is_list = isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)
+    if not is_list or all(type(t) is Tensor and not t.dim() for t in a):
         return a
     if [*map(_flat_placement, a)] != placements:
         raise AttributeError
@@ -433,12 +431,8 @@ def _foreach_norm(func: Any, args: Any, kwargs: Any) -> Any:
     order, dtype = float(given.get("ord", 2)), given.get("dtype")
     sharded = [t for t in args[0] if isinstance(t, FlatDTensor)]
     norms, mesh = iter(_norms(sharded, order, dtype)), sharded[0].flat_placement.mesh.plain_mesh
-
-    def beside(t: Tensor) -> Tensor:
-        norm: Tensor = torch.linalg.vector_norm(t, order, dtype=dtype)
-        return norm if isinstance(norm, DTensor) else Replica.of(norm, mesh)
-
-    return [next(norms) if isinstance(t, FlatDTensor) else beside(t) for t in args[0]]
+    others = (torch.linalg.vector_norm(t, order, dtype=dtype) for t in args[0] if not isinstance(t, FlatDTensor))
+    return [next(norms) if isinstance(t, FlatDTensor) else Replica.of(_gathered(next(others)), mesh) for t in args[0]]
 
 
 def _norms(tensors: Sequence[FlatDTensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
@@ -512,7 +506,7 @@ def _viewed(func: Any, args: Any, kwargs: Any) -> Any:
     begin, local = view.storage_offset(), t._local_tensor.detach().view(view.dtype)
     part = placement if view.numel() == t.numel() else placement.part(begin, begin + view.numel())
     (start, stop), first = part.own, placement.own[0] - begin
-    return t.viewed(local[start - first : stop - first] if start < stop else local[:0], view.shape, part)
+    return t.viewed(local[start - first : stop - first], view.shape, part)
 
 
 def _as_real(func: Any, args: Any, kwargs: Any) -> FlatDTensor:

@@ -61,17 +61,6 @@ class ShardedParameter(Steppable):
     def is_meta(self) -> bool:  # type: ignore[override]
         return self.device.type == "meta"
 
-    def take_own_gradients(self) -> None:
-        """Let what autograd adds to this tensor itself be added to the reduced gradient."""
-
-        def take(p: Any) -> None:
-            p.gradients.add(p.number, take_gradient(p))
-
-        trained = self.requires_grad
-        watch: Any = Tensor.register_post_accumulate_grad_hook
-        watch(self.requires_grad_(), take)
-        self.requires_grad_(trained)
-
     @property
     def data(self) -> Tensor:
         seen = self.detach()
@@ -190,12 +179,9 @@ class ShardedBuffer(FlatBuffer):
     leaf = UnshardedParameter
 
     def _make_gathered(self) -> Storage:
-        if not self.is_mapped:
-            return super()._make_gathered()
-        pool = self.mesh.buffer_pool
-        assert pool is not None
-        mapped: Storage = pool.map_shards(self.layout.shard_numel, self.dtype)
-        return mapped
+        pool: Any = self.mesh.buffer_pool
+        mapped: Storage | None = pool.map_shards(self.layout.shard_numel, self.dtype) if self.is_mapped else None
+        return super()._make_gathered() if mapped is None else mapped
 
     def _make_master(self) -> Tensor:
         mapped: Any = self.gathered if self.is_mapped else None
@@ -210,7 +196,9 @@ class ShardedBuffer(FlatBuffer):
         made.flat, made.number, made.seen = self, i, []
         made.gradients, made.group = self.gradients, slot.group
         if made.is_floating_point() or made.is_complex():
-            made.take_own_gradients()
+            watch: Any = Tensor.register_post_accumulate_grad_hook  # for what autograd adds to the tensor itself
+            watch(made.requires_grad_(), lambda p: p.gradients.add(p.number, take_gradient(p)))
+            made.requires_grad_(requires_grad)
         return made
 
     def replace(self, i: int) -> ShardedParameter:

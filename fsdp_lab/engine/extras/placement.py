@@ -109,7 +109,8 @@ def writable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The same, one by one."""
-    return [t for t in pytree.tree_leaves(writable(func, args, kwargs)) if isinstance(t, Tensor)]
+    given = [g if isinstance(g, (list, tuple)) else (g,) for g in writable(func, args, kwargs)]
+    return [t for some in given for t in some if isinstance(t, Tensor)]
 
 
 def is_view(func: Any) -> bool:
@@ -161,9 +162,7 @@ class Replica(DTensor):
         are_expanded = any(isinstance(t, cls) and t.dim() for t in tensors) and not are_sharded
         if are_expanded and has_plain(tensors):
             raise of_ranks(func)
-        are_beside_plain = not are_expanded and not all(
-            isinstance(t, DTensor) for t in tensors
-        )  # they are numbers then
+        are_beside_plain = not are_expanded and not all(isinstance(t, DTensor) for t in tensors)  # as numbers
         plain_args, plain_kwargs = pytree.tree_map_only(
             cls,
             lambda t: t._local_tensor if are_beside_plain else replicated(t._local_tensor, t.device_mesh),

@@ -60,9 +60,7 @@ def of_parameters(taken: Iterable[Taken]) -> Iterator[str]:
     pack numbers into integers."""
     plain = nn.Parameter.__torch_function__, nn.Parameter.__torch_dispatch__
     for name, p, kind in ((t.name, t.value, type(t.value)) for t in taken):
-        is_plain = (kind.__torch_function__, kind.__torch_dispatch__) == plain and (
-            p.is_floating_point() or p.is_complex()
-        )
+        computes = (kind.__torch_function__, kind.__torch_dispatch__) != plain
         if nn.parameter.is_lazy(p):
             yield f"{name} has no shape yet; run one forward, or give the sizes, before fully_shard"
         elif isinstance(p, DTensor):
@@ -74,7 +72,7 @@ def of_parameters(taken: Iterable[Taken]) -> Iterator[str]:
         elif getattr(p, "grad_dtype", None) not in (None, p.dtype):  # torch 2.11 has no such attribute
             yield (f"{name} has grad_dtype={p.grad_dtype}, and gradients here have the dtype of their parameter; leave it "
                    "as it is, and choose dtypes by mp_policy")  # fmt: skip
-        elif kind is not nn.Parameter and not is_plain:
+        elif kind is not nn.Parameter and (computes or not (p.is_floating_point() or p.is_complex())):
             yield (f"{name} is a {kind.__name__}, whose elements cannot be cut as numbers; make it a plain nn.Parameter, "
                    "or pass it in ignored_params")  # fmt: skip
 
