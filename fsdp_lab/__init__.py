@@ -4,8 +4,6 @@ Public names are imported at their first use, so that `import fsdp_lab` imports 
 read and written on a machine without them.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.base import __version__ as __version__, lazy_names

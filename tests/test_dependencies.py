@@ -21,7 +21,6 @@ PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["
 # Import name -> distribution, if not the same.
 DISTRIBUTIONS = {"PIL": "pillow", "pynvml": "nvidia-ml-py", "yaml": "pyyaml", "xdist": "pytest-xdist", "zmq": "pyzmq"}
 NOT_IMPORTED = {
-    "gguf": "transformers reads GGUF files with it",
     "jupyterlab": "`fsdp-lab lab` starts it as a program",
     "mypy": "a command",
     "pytest-cov": "a plugin of pytest",

@@ -1,7 +1,5 @@
 """Ways to train a model, behind one interface (base.py): our engine ("lab"), FSDP2, FSDP1, DDP, and the user's ("yours")."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 
 import torch

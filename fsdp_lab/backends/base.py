@@ -31,7 +31,7 @@ from fsdp_lab.engine import ParamShard
 from fsdp_lab.engine.policy import ModuleKind, kind_of
 from fsdp_lab.models.own import objective
 from fsdp_lab.models.sources import Batch
-from fsdp_lab.spec.optimizer import FIELD, TorchOptimizer
+from fsdp_lab.spec.optimizer import ELSEWHERE, FIELD, TorchOptimizer
 from fsdp_lab.spec.param_groups import GroupKey, key_of
 from fsdp_lab.spec.spec import Precision, Spec
 from fsdp_lab.spec.workload import Workload
@@ -244,7 +244,7 @@ def check_optimizer(workload: Workload) -> None:
     optimizer = workload.torch_optimizer
     known = inspect.signature(torch_class(optimizer)).parameters
     if (other := next((name for name in optimizer.args if name not in known), None)) is not None:
-        named = ", ".join(name for name in known if not optimizer.is_given_elsewhere(name))
+        named = ", ".join(name for name in known if name not in ELSEWHERE)
         reason = f"{optimizer.class_name} has no argument {other!r}"
         raise SpecError(f"workload.{FIELD}", reason, f"its arguments are {named}", optimizer.without(other))
     try:

@@ -2,8 +2,6 @@
 with FSDP; mixed precision is autocast over fp32 parameters. On the Wire, gradients are summed, then divided, as in the other
 backends; on a plain torch group (in benchmarks) DDP's own reduction is used."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

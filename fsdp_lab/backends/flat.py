@@ -1,7 +1,5 @@
 """Our own engine (`fsdp_lab.engine`) as a backend, "lab" in a Spec, and a `Strategy` in the engine's terms."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -17,8 +15,7 @@ from fsdp_lab.backends.wrapping import context_of, name_flat_units, prepare
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.events import Role
 from fsdp_lab.engine.buffer import FlatBuffer, sharded_form
-from fsdp_lab.engine.extras.memory import free
-from fsdp_lab.engine.extras.scaling import upcast_gradients
+from fsdp_lab.engine.extras.dropin import free, upcast_gradients
 from fsdp_lab.engine.state import shard_of
 from fsdp_lab.models.wrapping import units
 from fsdp_lab.spec.param_groups import key_of

@@ -1,7 +1,5 @@
 """torch's FSDP1 (`FullyShardedDataParallel`), whose private FlatParameter alone has the location of a parameter's shard."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext

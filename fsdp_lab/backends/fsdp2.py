@@ -1,7 +1,5 @@
 """torch's FSDP2 (`torch.distributed.fsdp.fully_shard`)."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

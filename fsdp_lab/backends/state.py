@@ -6,8 +6,6 @@ Note: shares of a checkpoint. Ranks that hold the same range of a parameter divi
 twice. Every rank has all layouts, gathered when the backend is built, so each computes its share without communication, also
 when some ranks are lost."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

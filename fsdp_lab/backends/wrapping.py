@@ -3,8 +3,6 @@
 Our engine names its units itself. torch's wrappers are identified by their own objects, one per unit: the methods that issue
 its collectives are wrapped, on that object only. If a release renames these private methods, units stay nameless."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager

@@ -1,8 +1,6 @@
 """`YourEngine`: an engine of the user's, whose methods the lab calls. Whatever they raise is told in the user's terms: the
 method, the unit, the step and the line. `YourUnit`: what they are given. `take_shard`: what a rank keeps of it."""
 
-from __future__ import annotations
-
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence

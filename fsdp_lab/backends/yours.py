@@ -30,8 +30,6 @@ The first two steps are inspected: whole parameters are compared with the shards
 and gradients with the mean of what autograd gave on each rank. Both take collectives, so these steps are slower, and do
 not count."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -100,8 +98,6 @@ class _Unit:
 
 
 class Yours(Backend):
-    """See the module."""
-
     has_user_code = True
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:

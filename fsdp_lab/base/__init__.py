@@ -1,7 +1,5 @@
 """What all parts share: errors, events, hangs, processes, streams, files and text; and names that are imported when used."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module

@@ -5,8 +5,6 @@ has ended, and the child ends, so that none outlives a parent that was killed. I
 standard output; what libraries print goes to its standard error. Children have sessions of their own: Ctrl-C reaches the
 parent alone, which ends them by their pids."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -21,7 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from fsdp_lab.base.errors import SentenceError
 from fsdp_lab.base.process import HOST_MEMORY
@@ -45,7 +43,7 @@ class Child:
     errors: IO[bytes]  # its standard error
 
     @classmethod
-    def start(cls, module: str) -> Child:
+    def start(cls, module: str) -> Self:
         errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `end`
         own = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         own["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))

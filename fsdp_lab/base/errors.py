@@ -1,7 +1,5 @@
 """Errors of fields and arguments that many parts raise, and checks of numbers that raise them."""
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback
@@ -9,7 +7,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Self, TypeGuard
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 # Import name -> distribution, if not the same.
@@ -38,7 +36,7 @@ class SentenceError(Exception):
     cause: Cause | None = None
 
     def _render_traceback_(self) -> list[str]:
-        shell = _shell()  # which calls this
+        shell: Any = sys.modules["IPython"].get_ipython()  # which calls this
         if shell.InteractiveTB.mode == "Verbose":
             return list(shell.InteractiveTB.structured_traceback(type(self), self, self.__traceback__))
         name_of = getattr(shell.compile, "format_code_name", lambda file: None)  # "Cell", "In[3]"
@@ -47,12 +45,6 @@ class SentenceError(Exception):
         places = [" ".join(name_of(f.filename) or ("File", f.filename)) for f in frames]
         lines = [f"{place}, line {f.lineno}\n----> {f.line}" for place, f in zip(places, frames, strict=True)]
         return [*lines, f"{type(self).__name__}: {self}"]
-
-
-def _shell() -> Any:
-    """IPython's shell; None in a script."""
-    ipython = sys.modules.get("IPython")
-    return None if ipython is None else ipython.get_ipython()
 
 
 class FieldError(SentenceError, ValueError):
@@ -89,7 +81,7 @@ class FieldError(SentenceError, ValueError):
         return {"kind": type(self).__name__, "arguments": [*self.__reduce__()[1]]}
 
     @classmethod
-    def from_dict(cls, d: Mapping[str, Any]) -> FieldError:
+    def from_dict(cls, d: Mapping[str, Any]) -> Self:
         kind = next((kind for kind in cls.__subclasses__() if kind.__name__ == d["kind"]), cls)
         return kind(*d["arguments"])
 

@@ -1,7 +1,5 @@
 """Files that the user names: `check_file` before anything is computed, `write_whole` to write one atomically."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import tempfile

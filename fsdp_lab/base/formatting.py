@@ -1,11 +1,10 @@
 """Numbers and tables as text, for a terminal and for a notebook; and `Spread`, a median with its percentiles."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Self
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -147,7 +146,7 @@ class Spread:
     n: int
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread | None:
+    def of(cls, values: Sequence[float]) -> Self | None:
         """The spread of the finite values; None if there are none."""
         finite = known(values)
         m, low, high = quantile(finite, 0.5), quantile(finite, 0.1), quantile(finite, 0.9)

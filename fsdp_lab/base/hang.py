@@ -8,13 +8,11 @@ heartbeats (`LongWork`), and what others wait for it meanwhile does not count: a
 which a rank of the group was at long work. Each kind has a limit of its own, after which it counts like any other time.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from fsdp_lab.base.errors import ArgumentError, Cause, is_number
 
@@ -117,8 +115,7 @@ class Heartbeat:
 
     @property
     def silent_s(self) -> float:
-        """Seconds without another one after which its rank counts as silent: it is stopped, or native code holds the GIL,
-        which some long work does."""
+        """Seconds without another one after which its rank is silent: stopped, or native code long holds the GIL."""
         return LONGEST_WORK_S if self.work else self.next_s + _GRACE_S
 
     def to_dict(self) -> dict[str, Any]:
@@ -126,7 +123,7 @@ class Heartbeat:
         return {**d, "recent": list(d["recent"]), "peers": list(d["peers"]), "counts": dict(d["counts"])}
 
     @classmethod
-    def from_dict(cls, d: Mapping[str, Any]) -> Heartbeat:
+    def from_dict(cls, d: Mapping[str, Any]) -> Self:
         fields = dict(d)
         for name in ("last", "pending"):
             fields[name] = None if fields[name] is None else Issued(**fields[name])
@@ -226,7 +223,7 @@ class LoopRank:
     generates: bool = False  # a function of that name calls the model
 
     @classmethod
-    def of(cls, h: Heartbeat) -> LoopRank:
+    def of(cls, h: Heartbeat) -> Self:
         return cls(place=LoopPlace(h.loop), steps=h.loop_steps, generates="in generate\n" in f"{h.stack}\n")
 
 

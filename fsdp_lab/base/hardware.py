@@ -3,8 +3,6 @@
 Floor 0: no torch. Compute rates are dense, in FLOP/s; a link's rate is of one GPU in one direction, in bytes/s. Data
 sheets often print figures with 2:4 sparsity, which are twice these, and both directions of a link together."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 

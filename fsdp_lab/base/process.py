@@ -1,10 +1,7 @@
 """Processes of this machine: an `Identity` that survives reuse of the pid, and the processes of a cluster.
 
 Every process that a cluster starts inherits a token in its environment (`MARK`). So grandchildren are found too, and
-processes that were being started when their owner died. psutil compares creation times before it sends a signal, so no
-reused pid is signalled."""
-
-from __future__ import annotations
+processes that were being started when their owner died. psutil signals no reused pid: it compares creation times."""
 
 import contextlib
 import math
@@ -15,6 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import psutil
 
@@ -33,11 +31,11 @@ class Identity:
     born: str  # what `born` returned
 
     @classmethod
-    def this(cls) -> Identity:
+    def this(cls) -> Self:
         return cls.of(os.getpid())
 
     @classmethod
-    def of(cls, pid: int) -> Identity:
+    def of(cls, pid: int) -> Self:
         return cls(pid=pid, born=born(pid))
 
     @property

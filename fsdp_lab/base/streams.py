@@ -1,5 +1,4 @@
-"""Streams of a device, behind one small interface: `Streams`. The wire uses it too, and a test puts a simulated device in
-the place of a GPU's.
+"""Streams of a device, behind one small interface: `Streams`. The wire uses it too, and a test simulates a GPU's.
 
 Note: streams and lifetimes. On a GPU each kind of communication has a CUDA stream of its own, a `CommStream`: gathers,
 reductions, all-reduces between replicas, copies to the device and to the host. All have high priority, as NCCL's has over
@@ -11,11 +10,9 @@ the schedule issues it. In the other direction the compute stream waits for the 
 the whole stream. A buffer that one stream allocated and another reads (an unsharded gradient, a copy from the host) is
 referenced by the handle until the compute stream has waited for it."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -85,7 +82,7 @@ class CommStream:
         self.stream.wait_stream(self.streams.current())
         return self.streams.entered(self.stream)
 
-    def wait_for(self, other: CommStream) -> None:
+    def wait_for(self, other: Self) -> None:
         """Queue what follows behind what the other one has been given so far."""
         if self.stream is not None:
             self.stream.wait_stream(other.stream)
@@ -107,5 +104,5 @@ class CommStreams:
     to_host: CommStream
 
     @classmethod
-    def of(cls, streams: Streams | None) -> CommStreams:
+    def of(cls, streams: Streams | None) -> Self:
         return cls(**{name: CommStream(name, streams) for name in cls.__dataclass_fields__})

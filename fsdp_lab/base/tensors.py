@@ -1,7 +1,5 @@
 """Tensors inside the things that modules take and return: tuples, lists, dicts, dataclasses, nested."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import operator
@@ -24,22 +22,20 @@ def hiding_in(value: Any) -> Any:
 
 
 def _hides(value: Any, depth: int) -> bool:
-    for part in _hidden_parts(value):
-        for leaf in _leaves(part):
-            if leaf.grad_fn is not None if isinstance(leaf, Tensor) else depth > 1 and _hides(leaf, depth - 1):
-                return True
-    return False
+    leaves = (
+        []
+        if isinstance(value, (nn.Module, type))
+        else [leaf for part in _hidden_parts(value) for leaf in _leaves(part)]
+    )
+    found = any(leaf.grad_fn is not None for leaf in leaves if isinstance(leaf, Tensor))
+    return found or any(_hides(leaf, depth - 1) for leaf in leaves if depth > 1 and not isinstance(leaf, Tensor))
 
 
-def _hidden_parts(value: Any) -> Iterator[Any]:
-    if isinstance(value, (nn.Module, type)):
-        return
-    if isinstance(value, (set, frozenset)):
-        yield from value
-    slots = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
-    names = (name for some in slots for name in ([some] if isinstance(some, str) else some))
-    yield from (getattr(value, name, None) for name in names)
-    yield from getattr(value, "__dict__", {}).values()
+def _hidden_parts(value: Any) -> list[Any]:
+    elements = value if isinstance(value, (set, frozenset)) else ()
+    slots = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
+    names = [name for some in slots for name in ([some] if isinstance(some, str) else some)]
+    return [*elements, *(getattr(value, name, None) for name in names), *getattr(value, "__dict__", {}).values()]
 
 
 def _leaves(value: Any) -> Iterator[Any]:

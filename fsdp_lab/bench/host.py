@@ -3,8 +3,6 @@
 The model is blocks of tiny layers, so that a step is host time. On a CPU that is the CPU time of the main thread, which
 sleeps while it waits (shared memory does not spin here); on a GPU, whose backward is in another thread, wall time."""
 
-from __future__ import annotations
-
 import cProfile
 import gc
 import itertools
@@ -116,7 +114,7 @@ def measure(plan: BenchPlan, work: Mapping[str, Any], info: RankInfo, world: Wir
             times.append([clock() for clock in clocks])
         seconds[form].append([[m - b, e - m, e - b] for b, m, e in zip(*times, strict=True)])
         losses[form] = float(loss)
-        context.read_timing()
+        context.end_timing()()
         context.meter.take()
 
     for i in range(plan.warmup + plan.steps):

@@ -1,8 +1,6 @@
 """The loop of one rank: builds every form, then does one step of each in turn, round after round. The barrier before
 each step is not timed; forward, backward, update and zeroing the gradients are, until the device has finished them."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

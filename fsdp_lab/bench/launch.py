@@ -1,7 +1,5 @@
 """`launch`: runs a task of a bench in a temporary process for each rank; the program is a rank (`base/children.py`)."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import asdict

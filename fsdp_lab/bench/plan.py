@@ -1,19 +1,17 @@
 """What is compared on which work: a `Form` is one way to train, a `BenchPlan` the work that all forms do. A peer has several
 forms, because ratios are computed against its fastest one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.models.presets import PRESETS
-from fsdp_lab.spec.spec import Spec
+from fsdp_lab.spec.spec import BACKEND_TRAITS, Spec
 
-LAB, CONTROL = "lab", "lab-again"
+LAB = "lab"
+CONTROL = "lab-again"
 REFERENCE = "fsdp2-raw"  # losses and printed times are compared with its
-PEERS = ("fsdp2", "ddp")
 
 
 class BenchError(RuntimeError):
@@ -53,6 +51,7 @@ _BY_NAME_ALONE = (
 )
 FORMS: Mapping[str, Form] = {form.name: form for form in (*_STEP_FORMS, *_BY_NAME_ALONE)}
 STEP = tuple(form.name for form in _STEP_FORMS)
+PEERS = tuple(dict.fromkeys(form.peer for form in _STEP_FORMS if form.peer != LAB))
 
 
 def forms_named(
@@ -128,8 +127,8 @@ class BenchPlan:
         """The Spec of a form. Its `data` is not read: the tokens are random."""
         spec = Spec(world_size=self.ranks).replace(model=self.model, seq_len=self.seq_len, micro_batch=self.micro_batch)
         spec = spec.replace(lr=3e-4, seed=self.seed, precision=self.precision)
-        sharding = "no_shard" if form.peer == "ddp" else self.sharding
-        prefetch = form.forward_prefetch
+        shardings, prefetch = BACKEND_TRAITS[form.peer].shardings, form.forward_prefetch
+        sharding = self.sharding if self.sharding in shardings else shardings[0]
         return spec.replace(backend=form.peer, sharding=sharding, forward_prefetch=prefetch, gather=form.gather)
 
     @property

@@ -3,13 +3,11 @@
 A bench prints each figure once it is known and returns the content of its `--json` file: "ratios" and "control" (a
 ratio of equals), each with median, p10, p90 and n; what else was measured; its "environment"."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from fsdp_lab.base.formatting import Spread, Table, plural
 from fsdp_lab.bench.launch import launch
@@ -72,7 +70,7 @@ class BenchResult:
     kernels: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # `KernelTimes` of rank 0, on GPUs
 
     @classmethod
-    def of_ranks(cls, ranks: Sequence[Mapping[str, Any]]) -> BenchResult:
+    def of_ranks(cls, ranks: Sequence[Mapping[str, Any]]) -> Self:
         """From the `BuiltForm.result` of each rank, by form."""
         forms = list(ranks[0])
         return cls(

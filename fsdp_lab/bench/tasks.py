@@ -5,8 +5,6 @@ one. Each is timed from its issue to the end of its wait, through `Wire`. A roun
 every second round in the opposite order. The whole tensor is in the group's own memory where it has any, as our engine's and
 FSDP2's are."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import time
@@ -15,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import torch
@@ -53,7 +51,7 @@ class BenchRank:
     send: Send
 
     @classmethod
-    def join(cls, plan: BenchPlan, job: Job, received: SimpleQueue[bytes], send: Send) -> BenchRank:
+    def join(cls, plan: BenchPlan, job: Job, received: SimpleQueue[bytes], send: Send) -> Self:
         """Rank 0 hosts the store, and its place comes to the others by the launcher."""
         rank = int(job["rank"])
         if hosted := host_store() if rank == 0 else None:

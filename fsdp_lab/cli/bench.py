@@ -1,7 +1,4 @@
-"""`fsdp-lab bench`: `step`, `wire` and `gpu`, and what these and the benches for developers (tests/bench) share: refusals,
-the environment, the file."""
-
-from __future__ import annotations
+"""`fsdp-lab bench`: `step`, `wire` and `gpu`, and what they share with tests/bench: refusals, environment, file."""
 
 import argparse
 import math

@@ -4,8 +4,6 @@ Uses the standard library where it can, because it is run where something is mis
 imported in a subprocess, because a broken driver can make the import hang or crash.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -16,6 +14,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -271,10 +270,11 @@ def jupyter_servers() -> list[Finding]:
     """The extensions that pages need, here and in the environments of running servers."""
     findings = [Finding("extensions", "the pages' two extensions are installed")]
     if lacking := missing(Path(sys.prefix)):
-        fix = " ".join([PIP, *(f"'{requirement}'" for requirement in lacking)])
+        fix = f"{PIP} {shlex.join(lacking)}"
         findings = [Finding("extensions", f"missing: {', '.join(lacking)}", State.FAIL, fix)]
     for server in running_servers():
         lacking = [] if server.ours else missing(server.prefix)
-        fix = f"to use it: {server.install_command(lacking)}; then fsdp-lab kernel install" if lacking else ""
+        install = f"{server.python} -m pip install {shlex.join(lacking)}"
+        fix = f"to use it: {install}; then fsdp-lab kernel install" if lacking else ""
         findings.append(judged(f"server :{server.port}", f"pid {server.pid}, runs from {server.prefix}", fix))
     return findings

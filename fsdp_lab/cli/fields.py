@@ -1,7 +1,5 @@
 """The fields of a Spec as command-line options, whose values may be comma-separated lists."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

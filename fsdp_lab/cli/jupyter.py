@@ -5,8 +5,6 @@ That JupyterLab serves the browser part of the widgets, so two extensions have t
 `missing` and `running_servers` look at.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.metadata
@@ -15,6 +13,7 @@ import os
 import platform
 import re
 import secrets
+import shlex
 import shutil
 import site
 import socket
@@ -22,7 +21,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -203,7 +202,7 @@ def install_kernel(args: argparse.Namespace) -> int:
     print(f"Registered: the kernel {args.name!r} runs {sys.executable}\n  in {where}")
     print(f"Choose it in the notebook's menu: Kernel, Change Kernel, {title}.\n")
     print("The JupyterLab server that shows the notebooks needs two packages in ITS environment:")
-    print("  pip install", *(f"'{requirement}'" for requirement in NEEDED.values()))
+    print(f"  pip install {shlex.join(NEEDED.values())}")
     print("`fsdp-lab doctor` says which of the running servers lack them.")
     return 0
 
@@ -214,8 +213,6 @@ NEEDED = {"anywidget": "anywidget>=0.9.18", "@jupyter-widgets/jupyterlab-manager
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """A running Jupyter server."""
-
     pid: int
     port: int
     python: str  # the interpreter that runs it
@@ -225,9 +222,6 @@ class Server:
     def ours(self) -> bool:
         """Tells whether it runs from this environment."""
         return self.prefix.resolve() == Path(sys.prefix).resolve()
-
-    def install_command(self, requirements: Sequence[str]) -> str:
-        return " ".join([self.python, "-m pip install", *(f"'{requirement}'" for requirement in requirements)])
 
 
 def missing(prefix: Path) -> list[str]:

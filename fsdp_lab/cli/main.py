@@ -1,8 +1,6 @@
 """`fsdp-lab`: parses the command line, runs one command, and turns exceptions into a sentence and an exit code: 0 done;
 1 the command failed, or reports a failure; 2 refused, nothing was started; 130 Ctrl-C."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -202,7 +202,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 def product_of(args: argparse.Namespace) -> Product:
     """The axes of the options, or of `TEACHING`; completes `args` with the latter. Raises Refused, FieldError."""
-    from fsdp_lab.report.what_if_page import Product, check_size
+    from fsdp_lab.report.what_if_page import Product
 
     if others := [name for name in ("find", "json") if getattr(args, name)]:
         raise Refused(f"--page and --{others[0]} are different results; give one of them")
@@ -211,14 +211,12 @@ def product_of(args: argparse.Namespace) -> Product:
     if is_taught:
         vars(args).update(TEACHING)
     check_options(args)
-    product = Product(
+    return Product(
         axes=axes_of(args),
         options=" ".join(text_of(args, OF_ALL)),
         command=" ".join(["fsdp-lab plan --page", shlex.quote(args.page.name), *given]),
         start=TAUGHT_FIRST if is_taught else None,
     )
-    check_size(product)
-    return product
 
 
 def text_of(args: argparse.Namespace, names: tuple[str, ...]) -> list[str]:

@@ -4,8 +4,6 @@ The only package that uses ipyparallel. Read cluster.py first. Only the failures
 module of this package too and has to start in a few milliseconds. A value that ranks refuse is no failure of theirs, but the
 user's: a `fsdp_lab.base.errors.FieldError`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 

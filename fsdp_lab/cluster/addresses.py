@@ -8,8 +8,6 @@ Gloo take one per rank. Of several that are good, link-local ones come last, the
 The ports are free ones, as Gloo's will be, so a firewall that admits some ports only is noticed here, and not by a timeout.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import os
@@ -119,8 +117,7 @@ Tried = Mapping[tuple[str, str], Sequence[str]]
 
 
 def reached_by_all(endpoints: Mapping[str, Sequence[Endpoint]], tried: Tried) -> dict[str, Endpoint]:
-    """Returns the first endpoint of each host that all others reach. Raises StartError: it names two hosts, addresses and
-    ports."""
+    """The first endpoint of each host that all others reach. Raises StartError, with two hosts, addresses and ports."""
     reached = {}
     for host, own in endpoints.items():
         if not own:

@@ -1,8 +1,6 @@
 """`Assembly`: makes ranks of engines. Starts or takes the engines, places and joins them, replaces ranks that are lost, and
 takes over ranks that a former kernel left. `meet` finds the addresses at which the ranks of several hosts listen."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ Note: a job of Slurm's. It is a bare allocation (salloc --no-shell). In it every
 reaches all hosts, so neither a shared folder nor a file with keys is needed. An agent is a step that stays as long as its
 engines."""
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 import re

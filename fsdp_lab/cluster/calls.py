@@ -1,5 +1,4 @@
-"""`Dispatcher`: sends calls and signals to the ranks' engines. `Call`: one call on many ranks, which fails as soon as it
-has failed on one of them.
+"""`Dispatcher`: sends calls and signals to the ranks' engines. `Call`: one for many ranks, which fails when one does.
 
 When a rank dies or raises, the others wait for it in a collective until its timeout. So a failed call frees them, in
 steps: an interrupt (SIGINT, which the wire turns into an abort), a second interrupt, and then, for engines
@@ -149,8 +148,7 @@ class Call:
         """The values in rank order.
 
         Raises FieldError: the ranks refused a value. RankError, RankStuck: the others are freed by then. RankLost, RankHung:
-        the others are interrupted, and may take some more seconds to settle. Interrupted: a rank was interrupted before it
-        had a result."""
+        the others are interrupted, and may take some more seconds to settle. Interrupted: a rank had no result yet."""
         over = self.wait(timeout_s)
         if self._hung is not None:  # the absent are ended; the others settle then, and the error does not wait for them
             self.interrupt()
@@ -267,8 +265,7 @@ class Dispatcher:
 
     def submit(self, what: str, *, take: OnData | None = None, **arguments: Any) -> Call:
         """Sends one call, of an action or a Session method in `remote`, to all ranks and returns at once. `take` is
-        called on the client's IO thread with what the ranks publish; it must return at once. Raises RankLost if a rank is
-        gone."""
+        called on the client's IO thread with what the ranks publish; it must return at once. Raises RankLost."""
         self.membership.require_engines()
         with self.membership.lock:
             for lost in self.membership.lost.values():

@@ -12,13 +12,11 @@ Note: threads. There are four kinds here and in the packages above; each datum b
 - The *supervisor*, one per cluster, learns of deaths from the client's IO thread and from the *launcher thread* by a queue,
   ends the calls that wait for a lost rank, and calls the callbacks given to `on_lost`. It also looks for ranks that hang."""
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -72,7 +70,7 @@ class Cluster:
 
     # -- start and end ----------------------------------------------------------------------------------------------
 
-    def start(self) -> Cluster:
+    def start(self) -> Self:
         """Starts or takes the engines and joins them; about 3 s, and the time of torch's import. Raises StartError,
         SpecError (devices) or RankError; everything that was started is ended again."""
         with self._changing:
@@ -99,8 +97,7 @@ class Cluster:
     ) -> None:
         """Ends the ranks and starts others on these hosts, or on this one. What they had trained is lost. `report`: as in
         the constructor, for this start alone; it cancels the start by raising. `before`: called before anything is ended,
-        when the hosts were looked at, or Slurm has granted them. Raises as `resize`, and ArgumentError: the engines are
-        not ours."""
+        when the hosts were looked at, or Slurm has granted them. Raises as `resize`; ArgumentError: not our engines."""
         if self.assembly.config.given is not None:
             yours = "the engines of a given cluster are yours, and stay where they are"
             raise ArgumentError("hosts", yours, "make a lab with Lab.ssh, Lab.slurm or Lab")
@@ -166,7 +163,7 @@ class Cluster:
         if engines is not None:
             engines.close()
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> Self:
         return self.start()
 
     def __exit__(self, *error: object) -> None:
@@ -212,7 +209,6 @@ class Cluster:
 
     @property
     def lost(self) -> dict[int, RankLost]:
-        """Ranks that are gone."""
         return self.membership.lost
 
     @property

@@ -4,8 +4,6 @@ The ranks use a module as the kernel has imported it, whatever its file has beco
 another, and a machine without the file have the same code. So a reload in the kernel, and nothing else, brings a change.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import sys

@@ -76,8 +76,7 @@ class DetachedCluster:
 
     @property
     def dead(self) -> bool:
-        """Whether nobody uses them, and they have ended, or neither a kernel came in time nor a guardian is left to end
-        them."""
+        """Whether nobody uses them, and they have ended, or no kernel came in time and no guardian is left."""
         waited_s = 0.0 if self.free_unix_s is None else time.time() - self.free_unix_s
         abandoned = waited_s > self.limit_s and not self.guardian.alive
         return self.free and (abandoned or not marked(self.token))

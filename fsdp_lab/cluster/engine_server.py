@@ -11,8 +11,6 @@ nothing, so OpenMP has no threads yet. CUDA cannot be used in the fork of a proc
 it: on a machine with GPUs engines are started one by one (`forks`), as they are where the server's socket cannot be made.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@
 All provide engine ids and a connected `ipyparallel.Client`; which engine is which rank is decided in assembly.py. Only
 `fsdp_lab.cluster` uses undocumented parts of ipyparallel 8.8 and 9, each with a comment that gives the reason."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

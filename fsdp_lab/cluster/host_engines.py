@@ -13,8 +13,6 @@ eight connections an engine, one after the other; its Slurm launcher writes keys
 - A host that is out of reach for less than `cut_s` loses nothing. A longer cut ends its engines: on the host by the
   agent, here by the hub, which misses their heartbeats."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import io

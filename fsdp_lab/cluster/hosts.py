@@ -1,7 +1,4 @@
-"""Which hosts a lab's ranks are to be on, and how they are reached: `SshHosts`, `SlurmHosts`.
-Configuration only."""
-
-from __future__ import annotations
+"""Which hosts a lab's ranks are to be on, and how they are reached: `SshHosts`, `SlurmHosts`. Configuration only."""
 
 import math
 import re

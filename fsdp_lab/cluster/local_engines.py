@@ -1,7 +1,5 @@
 """`LocalEngines`: engines on this machine, started by this kernel or a former one; and how ipyparallel's launchers run."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -366,12 +364,8 @@ class LauncherLoop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._main, name="fsdp_lab-launcher", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="fsdp_lab-launcher", daemon=True)
         self._thread.start()
-
-    def _main(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Raises TimeoutError after `timeout_s`; the work is cancelled then."""

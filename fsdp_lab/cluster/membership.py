@@ -1,7 +1,5 @@
 """`Membership`: the cluster's state, its engines, which engine is which rank, and what is known of each rank."""
 
-from __future__ import annotations
-
 import enum
 import threading
 import time
@@ -153,8 +151,7 @@ class Membership:
             return {m.rank: m.lost for m in self.members if m.lost is not None}
 
     def unexpectedly_ended(self, pid: int | None, engine: int | None) -> Member | None:
-        """Returns the member whose engine, or process of this host, has just ended; None if that was expected, or reported
-        before."""
+        """The member whose engine, or process of this host, has just ended; None if that was expected, or reported."""
         for m in self.present:
             if m.engine == engine or (m.pid == pid and m.process is not None):
                 return None if m.engine in self.leaving else m

@@ -3,8 +3,6 @@
 NVML creates no CUDA context, but a driver that hangs also hangs its caller. `query` therefore runs this file in a separate
 process, with a timeout. It imports the standard library and `pynvml`, nothing of fsdp_lab."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import dataclasses

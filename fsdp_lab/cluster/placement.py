@@ -3,8 +3,6 @@
 `place` decides, `probe` collects facts; they are separate so that every case can be tested without a GPU. The kernel uses
 NVML and torch's version file: it neither imports torch nor creates a CUDA context, so only the ranks use the GPUs."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re
@@ -14,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.process import usable_cores
@@ -62,7 +60,7 @@ class Placement:
         return tuple(seat.device for seat in self.seats)
 
     @classmethod
-    def from_dict(cls, d: Mapping[str, Any]) -> Placement:
+    def from_dict(cls, d: Mapping[str, Any]) -> Self:
         return cls(seats=tuple(Seat(**seat) for seat in d["seats"]), notes=tuple(d["notes"]))
 
 

@@ -7,8 +7,6 @@ would keep.
 `call` never lets an exception reach IPython: formatting it there costs tenths of a second, and `sys.last_value` would hold
 the failed step's tensors. Errors travel as plain dicts and become exceptions again in the kernel."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
@@ -249,8 +247,7 @@ def rank_code(module: str | None) -> Any:
 
 
 def load(module: str | None, owner: str) -> None:
-    """Makes this rank the owner's, closes the session of the former owner, and imports the rank's code, which takes
-    seconds."""
+    """Makes this rank the owner's: closes the former one's session, imports the rank's code, which takes seconds."""
     leave()
     resident().owner = owner
     with contextlib.suppress(OSError):  # where memory ends, Linux ends a rank, and not the kernel or its server

@@ -1,7 +1,5 @@
 """`Supervisor`: a thread that notices ranks that are lost or hang, and ends the calls that wait for them."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import queue

@@ -1,5 +1,4 @@
-"""`Board`: the runs that are compared side by side, and the `Comparison` of them, kept up to date at little cost; and
-`ComparisonCard`, which shows it.
+"""`Board`: runs side by side and their `Comparison`, up to date at little cost; and `ComparisonCard`, which shows it.
 
 Rows, from the top: pins (A, B, ...), the runs and refusals of the newest sweep (1, 2, ...), and the live run unless it is
 one of these. They are compared again when one of them has new events; at most once a second, and never for more than a
@@ -7,8 +6,6 @@ thirtieth of the time.
 
 Handlers run on any thread, `tick` on the dashboard's; one lock orders them.
 """
-
-from __future__ import annotations
 
 import math
 import threading
@@ -18,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -66,7 +63,7 @@ class Pinned(RunQueries):
     cause: None = None  # it is not diagnosed
 
     @classmethod
-    def of(cls, run: RunView) -> Pinned:
+    def of(cls, run: RunView) -> Self:
         """The run as it is now."""
         steps, spec, state, reason = run.events.steps(), run.spec, run.state, run.reason
         store = EventStore()
@@ -234,8 +231,7 @@ def ends(steps: Sequence[Step], most: int) -> list[Step]:
 
 def curve_of(steps: Sequence[Step]) -> Numbers:
     """A row for each whole step of the first thousand and the last, in the order of `CURVE`. Rates and exposed communication
-    are medians of nine ordinary steps; peaks are of each rank, in MiB, or, of more ranks than colours, the largest and the
-    smallest."""
+    are medians of nine ordinary steps; peaks in MiB are of each rank, or the extremes of more ranks than colours."""
     recent: deque[tuple[float, float, float]] = deque(maxlen=SMOOTH_STEPS)
     rows: list[list[float]] = []
     for step in ends(steps, STEP_LIMIT):

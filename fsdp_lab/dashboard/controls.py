@@ -5,8 +5,6 @@ new Spec, which turns "pending" into "applied at step k". Handlers run on the th
 `tick` on the tick thread; one lock orders them. Nothing here waits for a rank.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

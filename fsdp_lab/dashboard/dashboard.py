@@ -1,10 +1,9 @@
 """`Dashboard`: controls and safety above, live cards below, slow motion at the end, and the thread that updates them."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading
+from typing import Self
 
 import ipywidgets as widgets
 
@@ -65,7 +64,7 @@ class Dashboard:
         vars(lab)[SHOWN] = self
 
     @classmethod
-    def of(cls, lab: LabLike) -> Dashboard | None:
+    def of(cls, lab: LabLike) -> Self | None:
         """The open dashboard of a lab."""
         shown = vars(lab).get(SHOWN)
         return shown if isinstance(shown, cls) else None

@@ -3,8 +3,6 @@
 `Predictor` adds what the planner predicts of the chosen Spec; a thread of its own computes it, so that nobody waits.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

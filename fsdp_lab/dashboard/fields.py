@@ -5,8 +5,6 @@ A refused choice is held back with its reason, and tried again with every later 
 in any order: backend ddp is refused under full_shard, and accepted once no_shard is chosen.
 """
 
-from __future__ import annotations
-
 import enum
 import math
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """What the controls are made of: widgets with a style, texts, and `InputForm`, whose inputs respond while a cell runs."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable, Iterable, Sequence

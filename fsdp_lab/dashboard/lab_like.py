@@ -3,8 +3,6 @@
 It is a protocol because `fsdp_lab.lab` itself makes dashboards, and so cannot be imported from here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 

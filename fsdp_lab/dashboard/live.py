@@ -7,8 +7,6 @@ new, with at most two messages unacknowledged. It acknowledges after painting, s
 messages. After the first mount the state is empty: later views request BokehJS.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json
@@ -49,6 +47,7 @@ class Scene:
     headline: Callable[[], str] = str
     caution: Callable[[], str] = str  # how far to trust the times, once for all cards
     ranks: int = 0
+    _converted: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict, init=False)
 
     @property
     def sources(self) -> list[Columns]:
@@ -70,10 +69,6 @@ class Scene:
                 known = self._converted[card.name] = (captions, asdict(captions))
             texts[card.name] = known[1]
         return texts
-
-    @cached_property
-    def _converted(self) -> dict[str, tuple[Any, dict[str, Any]]]:
-        return {}
 
     @cached_property
     def layout(self) -> dict[str, Any]:

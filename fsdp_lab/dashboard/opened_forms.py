@@ -4,8 +4,6 @@
 Nothing here waits for a rank on the thread of a handler or of the tick: what takes longer has a thread of its own.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence

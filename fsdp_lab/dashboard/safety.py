@@ -3,8 +3,6 @@
 One line of it is always visible: what is chosen, or what has failed, with the buttons to recover. The rest is folded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any

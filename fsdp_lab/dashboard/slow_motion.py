@@ -1,11 +1,8 @@
 """Slow motion in the dashboard: buttons that go through a real training step phase by phase, and the picture of each.
 
 Threads: a press is a job of one worker, which calls the lab and waits for ranks; the tick thread draws the result. So
-neither the kernel nor the tick ever waits. A notebook's own `lab.slow_motion()` is drawn, too,
-and Next continues it.
+neither the kernel nor the tick ever waits. A notebook's own `lab.slow_motion()` is drawn, too, and Next continues it.
 """
-
-from __future__ import annotations
 
 import queue
 import threading

@@ -7,8 +7,6 @@ Other runs (pins) are four muted hues, each in two lightnesses, and always dashe
 `tests/dashboard/test_theme.py` measures both claims.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -12,13 +12,8 @@ It needs torch only. To install it alone, in a clone: `pip install torch && pip 
 
 `AdamW(sharded_parameters(model))` steps the same values as a few flat tensors, which is faster.
 
-End a script by `torch.distributed.destroy_process_group()`: over Gloo, torch may abort a process that ends while a thread of
-Gloo still holds the tensor of a collective. It ends these threads where no `DeviceMesh` of the caller's own keeps the group.
-
 What cannot be done raises a `ShardError`, which says what to do.
 """
-
-from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
@@ -33,10 +28,12 @@ if TYPE_CHECKING:
         shard as shard,
         units_of as units_of,
     )
-    from fsdp_lab.engine.buffer import BufferPlacement as BufferPlacement, FlatBuffer as FlatBuffer
+    from fsdp_lab.engine.buffer import FlatBuffer as FlatBuffer
     from fsdp_lab.engine.collectives import ShardError as ShardError
     from fsdp_lab.engine.extras.dropin import (
+        Scaler as Scaler,
         UnshardHandle as UnshardHandle,
+        free as free,
         fully_shard as fully_shard,
         original_parameters as original_parameters,
         parameter_groups as parameter_groups,
@@ -45,10 +42,9 @@ if TYPE_CHECKING:
         sharded_parameters as sharded_parameters,
         split_unused as split_unused,
         unshard as unshard,
+        upcast_gradients as upcast_gradients,
     )
     from fsdp_lab.engine.extras.dtensor import FlatDTensor as FlatDTensor
-    from fsdp_lab.engine.extras.memory import free as free
-    from fsdp_lab.engine.extras.scaling import Scaler as Scaler, upcast_gradients as upcast_gradients
     from fsdp_lab.engine.mesh import ShardMesh as ShardMesh, build_mesh as build_mesh, known_groups as known_groups
     from fsdp_lab.engine.policy import MixedPrecisionPolicy as MixedPrecisionPolicy
     from fsdp_lab.engine.schedule import OffloadPolicy as OffloadPolicy, PrefetchPolicy as PrefetchPolicy
@@ -63,13 +59,11 @@ if TYPE_CHECKING:
 # Imported at their first use, since Specs and the planner read the schedule where torch is not installed.
 _NAMES = {
     "api": "flats_of no_sync runtime_of runtimes_of shard units_of",
-    "buffer": "FlatBuffer BufferPlacement",
+    "buffer": "FlatBuffer",
     "collectives": "ShardError",
-    "extras.dropin": "UnshardHandle fully_shard original_parameters parameter_groups "
+    "extras.dropin": "Scaler UnshardHandle upcast_gradients free fully_shard original_parameters parameter_groups "
     "register_fsdp_forward_method reshard sharded_parameters split_unused unshard",
     "extras.dtensor": "FlatDTensor",
-    "extras.memory": "free",
-    "extras.scaling": "Scaler upcast_gradients",
     "mesh": "ShardMesh build_mesh known_groups",
     "policy": "MixedPrecisionPolicy",
     "schedule": "OffloadPolicy PrefetchPolicy",

@@ -4,8 +4,6 @@
 is sent, and gives modules sharded tensors that torch's optimizers and checkpoints know.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -163,18 +161,11 @@ def _flats(
         dtype = t.value.dtype
         key = (dtype, policy.gathered_dtype(dtype, t.kind), t.value.requires_grad)
         alike.setdefault(key, []).append(t)
-    return [
-        buffer(
-            [t.value for t in some],
-            [t.uses for t in some],
-            [t.name for t in some],
-            [group_of(t.name, t.value) for t in some],
-            mesh=mesh,
-            policy=policy,
-            dtype=dtype,
-        )
-        for (_, dtype, _), some in alike.items()
-    ]
+    flats = []
+    for (_, dtype, _), some in alike.items():
+        entries = [(t.value, t.uses, t.name, group_of(t.name, t.value)) for t in some]
+        flats.append(buffer(entries, mesh=mesh, policy=policy, dtype=dtype))
+    return flats
 
 
 def adopt_units(hooks: UnitHooks) -> Runtime:

@@ -51,6 +51,7 @@ from fsdp_lab.engine.schedule import OffloadPolicy
 
 TAKEN = "_fsdp_lab_taken"  # an attribute of a parameter whose values a buffer has taken
 Use = tuple[nn.Module, str]  # a module and the attribute under which it holds a parameter
+Entry = tuple[nn.Parameter, Sequence[Use], str, Hashable]
 
 
 class BufferPlacement(enum.Enum):
@@ -86,13 +87,12 @@ class Buffer:
             sent = whole.part().data.copy_(sent)
         return CommHandle(stream, all_gather(whole.tensor, sent, self.group), keeps=(sent,))
 
-    def reduce(self, stream: CommStream, landed: Callable[[Buffer], None]) -> tuple[Buffer, CommHandle]:
+    def reduce(self, stream: CommStream, landed: Callable[[Tensor], None]) -> CommHandle:
         """From PARTIAL to SHARD: the sum, in place, so that no more than the whole is in flight; `landed` is given it. To be
         called inside `stream.entered()`."""
         assert self.placement is BufferPlacement.PARTIAL and self.group is not None
-        shard = Buffer(self.part(), BufferPlacement.SHARD, self.group, self.rank)
-        work = reduce_scatter(shard.tensor, self.tensor, self.group)
-        return shard, CommHandle(stream, work, then=lambda: landed(shard))
+        shard = self.part()
+        return CommHandle(stream, reduce_scatter(shard, self.tensor, self.group), then=lambda: landed(shard))
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------
@@ -150,25 +150,23 @@ class Gradients:
             pool = None if self.policy.shard_optimizer_only else self.mesh.buffer_pool
             self.unsharded = empty(pool, self.chunks.numel, self._dtype, self.mesh.device)
             self._parts = self.unsharded.split_with_sizes(self.chunks.sizes)
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
+        first: tuple[list[Tensor], list[Tensor]] = [], []  # where it goes, and what
+        again: tuple[list[Tensor], list[Tensor]] = [], []
         for i, grad in pieces.items():
+            targets, sources = again if i in self._arrived else first
             places = self.chunks.places[i]
             if len(places) == 1:
-                cut = [(self._parts[places[0][0]].view(grad.shape), grad)]
+                targets.append(self._parts[places[0][0]].view(grad.shape))
+                sources.append(grad)
             else:
                 flat = grad.reshape(-1)
-                cut = [(self._parts[chunk], flat[start:stop]) for chunk, start, stop in places]
-            if i in self._arrived:
-                for target, source in cut:
-                    target.add_(source)
-            else:
-                for target, source in cut:
-                    targets.append(target)
-                    sources.append(source)
+                targets += [self._parts[chunk] for chunk, _, _ in places]
+                sources += [flat[start:stop] for _, start, stop in places]
         self._arrived.update(pieces)
-        if targets:
-            torch._foreach_copy_(targets, sources)
+        if first[0]:
+            torch._foreach_copy_(*first)
+        for target, source in zip(*again, strict=True):
+            target.add_(source)
 
     def drop(self) -> None:
         """Forget what came."""
@@ -222,11 +220,6 @@ class Gradients:
             self._unread = []
             self._present.update(j for j, has_come in enumerate(came) if has_come)
         return i in self._present
-
-    def upcast(self) -> None:
-        """Bring gradient shards that were kept in a lower precision to the master's dtype."""
-        if self.reduced is not None:
-            self.reduced = self.reduced.to(self.master.dtype)
 
 
 class Reduction:
@@ -309,16 +302,16 @@ class Reduction:
         whole = Buffer(self.unsharded, BufferPlacement.PARTIAL, self._mesh.shard_group, self._mesh.shard_rank)
         is_last = self._mesh.replicate_group is None
 
-        def landed(shard: Buffer) -> None:
-            self._to_mean(shard.tensor, self._mesh.shard_size, is_last=is_last)
+        def landed(shard: Tensor) -> None:
+            self._to_mean(shard, self._mesh.shard_size, is_last=is_last)
             if is_last:
-                self._cut(shard.tensor)
+                self._cut(shard)
             elif not self.target.policy.shard_optimizer_only:
-                self.shard = shard.tensor.clone()  # so that the whole can be freed
+                self.shard = shard.clone()  # so that the whole can be freed
 
         self.shard = whole.part()
         with self._streams.reduce.entered():
-            return whole.reduce(self._streams.reduce, landed)[1]
+            return whole.reduce(self._streams.reduce, landed)
 
     def _all_reduce(self) -> CommHandle:
         group, shard = self._mesh.replicate_group, self.shard
@@ -383,31 +376,20 @@ class FlatBuffer:
     (extras/dropin.py): here a sharded parameter is a plain one, of this rank's range, for an optimizer of this rank.
 
     Args:
-        values: parameters of one dtype and one `requires_grad`, on meta or with values (the same on all ranks).
-        uses: for each, the modules that hold it.
-        names: for each, its name in error messages.
-        groups: for each, its optimizer group.
+        entries: parameters of one dtype and one `requires_grad`, on meta or with values (the same on all ranks); with the
+            modules that hold each, its name in error messages, and its optimizer group.
         dtype: of the gathered buffer.
     """
 
     leaf: type[LeafOfSharded] = LeafOfSharded
 
-    def __init__(
-        self,
-        values: Sequence[nn.Parameter],
-        uses: Sequence[Sequence[Use]],
-        names: Sequence[str],
-        groups: Sequence[Hashable],
-        *,
-        mesh: ShardMesh,
-        policy: ShardPolicy,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, entries: Sequence[Entry], *, mesh: ShardMesh, policy: ShardPolicy, dtype: torch.dtype) -> None:
+        values, uses, names, groups = zip(*entries, strict=True)
         self.mesh, self.policy, self.dtype, self.names = mesh, policy, dtype, list(names)
         self.uses = tuple(map(tuple, uses))
-        self.originals = tuple(values)  # what the modules held before
+        self.originals = values  # what the modules held before
         self._own_dtype = values[0].dtype
-        self._built_on_meta = [v.is_meta for v in values]
+        self.built_on_meta = [v.is_meta for v in values]
         self.has_values = [not v.is_meta and not hasattr(v, TAKEN) for v in values]
         shapes = [tuple(v.shape) for v in values]
         self.is_mapped = policy.map_shards and mesh.shard_size > 1 and any(map(math.prod, shapes))
@@ -429,14 +411,16 @@ class FlatBuffer:
         self._offsets = [s.offset * dtype.itemsize for s in self.layout.slots]
         self.gradients = self._make_gradients()
         self.sharded = [self._shard(i, value) for i, value in enumerate(values)]
-        self._made_version = self.master._version
+        self.made_version = self.master._version
         self.parameters = [self._make_leaf(i) for i in range(len(values))]
         self._places = [(module, attribute, i) for i, some in enumerate(self.uses) for module, attribute in some]
         self._show(self.sharded)
         self.reduce_hooks: OrderedDict[int, Callable[[], None]] = OrderedDict()  # called when gradients were reduced
         self._versions = [0] * len(self.parameters)
         self._gathered_version = -1  # of the master shard, when it was gathered
-        self.device_shard = self._make_device_shard()  # [n] in the gathered dtype: under offload, what gathers send
+        self.device_shard: Tensor | None = None  # [n] in the gathered dtype: under offload, what gathers send
+        if policy.offload == OffloadPolicy.OPTIMIZER and not self.is_view_of_master:
+            self.device_shard = torch.empty_like(self.master, dtype=dtype, device=mesh.device)
         self.post_forward_shard: Tensor | None = None  # this rank's part of what the post-forward group keeps
 
     # -- construction -----------------------------------------------------------------------------------------------
@@ -474,11 +458,6 @@ class FlatBuffer:
         """What a leaf shows while it is not gathered."""
         return self._views[i] if self.is_view_of_master else self._nothing[i]
 
-    def _make_device_shard(self) -> Tensor | None:
-        if self.policy.offload != OffloadPolicy.OPTIMIZER or self.is_view_of_master:
-            return None
-        return torch.empty_like(self.master, dtype=self.dtype, device=self.mesh.device)
-
     def _shard(self, i: int, value: nn.Parameter) -> Any:
         """Copy this rank's part of a parameter, free the parameter, and make the sharded one."""
         slot, part = self.layout.slots[i], self.own_part(i)
@@ -498,19 +477,8 @@ class FlatBuffer:
 
     def rebuild(self, kept: Sequence[int]) -> FlatBuffer:
         """A new buffer of some of the original parameters, which have their values again."""
-        return type(self)(
-            [self.originals[i] for i in kept],
-            [self.uses[i] for i in kept],
-            [self.names[i] for i in kept],
-            [self.layout.slots[i].group for i in kept],
-            mesh=self.mesh,
-            policy=self.policy,
-            dtype=self.dtype,
-        )
-
-    def is_unwritten(self, i: int) -> bool:
-        """Returns whether a parameter was built on meta and nothing was written to the buffer since."""
-        return self._built_on_meta[i] and self.master._version == self._made_version
+        entries = [(self.originals[i], self.uses[i], self.names[i], self.layout.slots[i].group) for i in kept]
+        return type(self)(entries, mesh=self.mesh, policy=self.policy, dtype=self.dtype)
 
     # -- gather and free --------------------------------------------------------------------------------------------
 
@@ -590,12 +558,6 @@ class FlatBuffer:
         if not self.is_view_of_master and self.full.data_ptr() not in busy:
             self.gathered.free()
 
-    def let_others_read(self) -> None:
-        """Called before gathered parameters are written to: waits until other ranks have what this one sent from the
-        gathered buffer."""
-        if (pool := self.mesh.buffer_pool) is not None:
-            pool.settle(self.full)
-
     def write_back(self) -> None:
         """Copy what was written into gathered parameters to the shard, element by element where bits differ."""
         assert not self.is_mapped or self.gathered.is_held, "they are copies"
@@ -632,13 +594,6 @@ class FlatBuffer:
     def own_part(self, i: int) -> Tensor:
         """[m], this rank's part of a parameter as a view of the master shard; m may be 0."""
         return self.master[slice(*self.layout.in_shard(self.layout.slots[i], self.mesh.shard_rank))]
-
-    def tensors(self) -> Iterator[Tensor]:
-        """All tensors with storage of their own."""
-        optional = (self.gradients.unsharded, self.gradients.reduced, self.device_shard, self.post_forward_shard)
-        gathered = [self.full] if self.is_gathered else []
-        yield from (self.master, *gathered, *(t for t in optional if t is not None))
-        yield from self.gradients.pieces.values()
 
 
 class LocalParameter(nn.Parameter):

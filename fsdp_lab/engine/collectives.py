@@ -5,13 +5,7 @@ What remains to be done then (`then`) runs in the thread that waits; on a GPU it
 
 A gather's output is passed as an alias that does not share the version counter (`.data`): Gloo raises the counter from its
 own thread when the bytes arrive, and autograd would take the views that it saved for modified ones.
-
-Note: the end of a program. Gloo's threads release the tensors of a collective a moment after `wait` returns, and need the
-interpreter for it. A script that ends right after a collective must call `torch.distributed.destroy_process_group()` first,
-as torch asks of every script; mesh.py lets it end these threads.
 """
-
-from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -116,17 +110,16 @@ class CommHandle:
 
 def all_gather(full: Tensor, shard: Tensor, group: Group) -> dist.Work | None:
     """full: [F * n], shard: [n], of one dtype."""
-    call: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-    work: dist.Work | None = call(_real(full.data), _real(shard), group=group, async_op=True)
-    return work
+    renamed = getattr(dist, "all_gather_single", None)  # in torch 2.13, and the other one too
+    call: Callable[..., dist.Work | None] = renamed or dist.all_gather_into_tensor
+    return call(_real(full.data), _real(shard), group=group, async_op=True)
 
 
 def reduce_scatter(shard: Tensor, full: Tensor, group: Group) -> dist.Work | None:
     """shard: [n] gets its part of the sum over the ranks of full: [F * n]. The caller divides: in some releases of torch
     Gloo's AVG was a sum."""
-    call: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    work: dist.Work | None = call(_real(shard), _real(full), op=dist.ReduceOp.SUM, group=group, async_op=True)
-    return work
+    call: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return call(_real(shard), _real(full), op=dist.ReduceOp.SUM, group=group, async_op=True)
 
 
 def all_reduce(tensor: Tensor, group: Group) -> dist.Work | None:
@@ -142,9 +135,7 @@ def gather_texts(text: str, group: Group, device: torch.device) -> list[str]:
     sizes = torch.zeros(group.size(), dtype=torch.int64, device=device)
     sizes[group.rank()] = own.numel()
     dist.all_reduce(sizes, group=group)
-    longest = int(sizes.max())
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: own.numel()] = own
+    padded = torch.nn.functional.pad(own, (0, int(sizes.max()) - own.numel()))
     parts = [torch.empty_like(padded) for _ in range(group.size())]
     dist.all_gather(parts, padded, group=group)
     return [bytes(part[: size - 1].tolist()).decode() for part, size in zip(parts, sizes.tolist(), strict=True)]

@@ -53,10 +53,8 @@ class UnitHooks:
         before, after = disable(self.before_forward), disable(self.after_forward)
         for module in self.unit.modules:
             module.__dict__[_STATE] = self
-            self._handles += [
-                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-                module.register_forward_hook(after, always_call=True),
-            ]
+            self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(after, always_call=True))
         for flat in self.unit.flats:
             for i, p in enumerate(flat.parameters):
                 if p.is_floating_point() or p.is_complex():
@@ -80,9 +78,7 @@ class UnitHooks:
             "full_state(model)"
         )
 
-    def before_forward(
-        self, module: nn.Module, args: Any, kwargs: Any, *, method: bool = False
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any, *, method: bool = False) -> tuple[Any, Any]:
         """`method`: it is not `forward` that is called."""
         self._calls.append((sys.exception(), None))
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -106,18 +102,18 @@ class UnitHooks:
         before, call = self._calls.pop() if self._calls else (None, None)
         if self.runtime is None or call is None:
             return None
+        current, k = call
         try:
-            return self._end_forward(self.runtime, *call, output) if sys.exception() is before else None
+            if sys.exception() is not before:
+                return None
+            output = cast(output, self.unit.policy.mp.output_dtype)
+            watched = torch.is_grad_enabled() and self._watch_outputs(self.runtime, current, k, output)
+            self.runtime.after_forward(self.unit, current, k)
+            if k == 0 and current.with_backward and not watched:
+                self.runtime.end_without_graph()
+            return output
         finally:
-            self.runtime.close(*call)
-
-    def _end_forward(self, runtime: Runtime, current: Pass, k: int, output: Any) -> Any:
-        output = cast(output, self.unit.policy.mp.output_dtype)
-        watched = self._watch_outputs(runtime, current, k, output) if torch.is_grad_enabled() else False
-        runtime.after_forward(self.unit, current, k)
-        if k == 0 and current.with_backward and not watched:
-            runtime.end_without_graph()
-        return output
+            self.runtime.close(current, k)
 
     def call(self, method: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A method of a module, with what goes before and after its forward."""
@@ -135,9 +131,7 @@ class UnitHooks:
         if len(views) == 1:
             views[0].register_hook(lambda _: runtime.after_backward(unit, current, k))  # type: ignore[no-untyped-call]
         elif views:
-            torch.autograd.graph.register_multi_grad_hook(
-                views, lambda _: runtime.after_backward(unit, current, k), mode="all"
-            )
+            torch.autograd.graph.register_multi_grad_hook(views, lambda _: runtime.after_backward(unit, current, k))
         return inputs
 
     def _watch_outputs(self, runtime: Runtime, current: Pass, k: int, output: Any) -> bool:

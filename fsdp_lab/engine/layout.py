@@ -82,8 +82,7 @@ class Layout:
 
     def in_shard(self, slot: Slot, rank: int) -> Range:
         """The slot's range, counted from the beginning of the rank's shard."""
-        start, stop = self.own(slot, rank)
-        first = slot.offset - rank * self.shard_numel
+        (start, stop), first = self.own(slot, rank), slot.offset - rank * self.shard_numel
         return (first + start, first + stop) if start < stop else (0, 0)
 
     @cached_property
@@ -105,7 +104,7 @@ class Layout:
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
     """How what is reduced is cut. A rank's part has the n elements of its shard and then, if gradients are counted, one for
-    each parameter (see "Note: which gradients came" in gradients.py); n' in all, also on a 16-byte boundary."""
+    each parameter (see "Note: which gradients came" in buffer.py); n' in all, also on a 16-byte boundary."""
 
     sizes: tuple[int, ...]  # of all chunks, one after the other
     places: tuple[tuple[tuple[int, int, int], ...], ...]  # by parameter: chunk, and range of the gradient
@@ -142,13 +141,8 @@ class Chunks:
                     sizes.append(stop - start)
                     at = slot.offset + stop
             pad(end - at + rest)
-        return cls(
-            sizes=tuple(sizes),
-            places=tuple(map(tuple, places)),
-            padding=tuple(padding),
-            counts=counts,
-            part_numel=n + rest,
-        )
+        ranges = tuple(map(tuple, places))
+        return cls(sizes=tuple(sizes), places=ranges, padding=tuple(padding), counts=counts, part_numel=n + rest)
 
 
 def _aligned(n: int, align: int) -> int:

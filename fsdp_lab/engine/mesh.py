@@ -15,6 +15,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, distributed as dist
@@ -32,13 +34,6 @@ _BUILD = "make it with fsdp_lab.engine.build_mesh"
 Kept = Callable[[], Group | None] | None  # a weak reference: torch keeps a group until it is destroyed
 
 
-@dataclass
-class StepCounter:
-    """Counts the steps of a training, for errors."""
-
-    step: int = 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class ShardMesh:
     """This rank's place in a mesh. A group of one rank is None: nothing is sent in it."""
@@ -52,7 +47,7 @@ class ShardMesh:
     kept_shard_group: Kept
     kept_replicate_group: Kept
     kept_post_forward_group: Kept = None
-    counter: StepCounter = field(default_factory=StepCounter, compare=False)
+    counter: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(step=0), compare=False)  # for errors
 
     @property
     def shard_group(self) -> Group | None:
@@ -130,7 +125,8 @@ class ShardMesh:
         _check_initialised()
         if mesh is None:
             current = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-            device = choose_device(_backends(), holding, current)
+            backends = dict(pair.split(":", 1) for pair in dist.get_backend_config().split(","))
+            device = choose_device(backends, holding, current)
             mesh = cls.of(_mesh_of_world(device, "shard"), device)
         elif not isinstance(mesh, ShardMesh):
             mesh = cls.of(mesh)
@@ -158,16 +154,9 @@ class ShardMesh:
 def choose_device(
     backends: Mapping[str, str], holding: Collection[torch.device], current: torch.device | None
 ) -> torch.device:
-    """The device for a module that was given no mesh: the GPU that holds parameters of it; else the current one, if
-    the process group has a backend for GPUs apart; else the CPU.
-
-    Args:
-        backends: of the default process group, by device type.
-        holding: devices of the parameters.
-        current: the current GPU; None: there is none.
-
-    Raises ShardError: the parameters are on several GPUs, or nothing of the process group serves where they would go.
-    """
+    """The device for a module that was given no mesh: the GPU that is `holding` parameters of it; else the current one, if
+    there is one and the process group has a backend for GPUs apart (`backends`, by device type); else the CPU. Raises
+    ShardError: parameters are on several GPUs, or nothing of the process group serves where they would go."""
     gpus = {str(device): device for device in holding if device.type not in ("cpu", "meta")}
     if len(gpus) > 1:
         raise ShardError(f"parameters are on {' and '.join(sorted(gpus))}; a rank shards on one device, so bring the module "
@@ -182,13 +171,8 @@ def choose_device(
 
 
 def build_mesh(device_type: str, *, shard_size: int | None = None) -> DeviceMesh:
-    """A mesh of all ranks; collective.
-
-    Args:
-        shard_size: ranks that share one copy of the parameters (F); None: all of them. 1 replicates.
-
-    Raises ShardError: the world size is not a multiple of `shard_size`, or there is no such device.
-    """
+    """A mesh of all ranks; collective. `shard_size`: ranks that share one copy of the parameters (F); None: all of them. 1
+    replicates. Raises ShardError: the world size is not a multiple of it, or there is no such device."""
     _check_initialised()
     world = dist.get_world_size()
     if device_type != "cpu" and not (device_type == "cuda" and torch.cuda.is_available()):
@@ -226,14 +210,9 @@ def known_groups() -> list[Group]:
     return [group for group in c10d._world.pg_map if group is not dist.group.WORLD]
 
 
-def _backends() -> dict[str, str]:
-    """The backends of the default group, by device type."""
-    pairs = [pair.partition(":") for pair in dist.get_backend_config().split(",")]
-    return {device: backend for device, _, backend in pairs}
-
-
 def _mesh_of_world(device: torch.device, *names: str) -> DeviceMesh:
-    return letting_go(DeviceMesh.from_group(_world(), device.type, mesh_dim_names=names or None))
+    world: Any = dist.group.WORLD
+    return letting_go(DeviceMesh.from_group(world, device.type, mesh_dim_names=names or None))
 
 
 def letting_go(mesh: DeviceMesh) -> DeviceMesh:
@@ -241,12 +220,6 @@ def letting_go(mesh: DeviceMesh) -> DeviceMesh:
     if hasattr(mesh, "_pg_registry"):
         mesh._pg_registry = weakref.WeakValueDictionary(mesh._pg_registry)  # type: ignore[assignment]
     return mesh
-
-
-def _world() -> Group:
-    world = dist.group.WORLD
-    assert world is not None
-    return world
 
 
 def _group(mesh: DeviceMesh, dimension: int | None) -> Kept:

@@ -44,14 +44,14 @@ class MixedPrecisionPolicy:
             return cls()
         if not isinstance(policy, (cls, fsdp.MixedPrecisionPolicy)):
             raise ShardError(f"mp_policy is a {type(policy).__name__}; give a MixedPrecisionPolicy")
-        for f in fields(policy):
-            given = getattr(policy, f.name)
-            is_floating = isinstance(given, torch.dtype) and given.is_floating_point
-            if f.name.endswith("_dtype") and given is not None and not is_floating:
+        given = {f.name: getattr(policy, f.name) for f in fields(policy)}
+        for name, dtype in given.items():
+            is_floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            if name.endswith("_dtype") and dtype is not None and not is_floating:
                 raise ShardError(
-                    f"mp_policy has {f.name}={given!r}; give a floating dtype, such as torch.bfloat16, or None"
+                    f"mp_policy has {name}={dtype!r}; give a floating dtype, such as torch.bfloat16, or None"
                 )
-        return cls(**{f.name: getattr(policy, f.name) for f in fields(policy)})
+        return cls(**given)
 
 
 def offload_of(policy: OffloadPolicy | fsdp.OffloadPolicy | None) -> OffloadPolicy:
@@ -72,7 +72,7 @@ class ShardPolicy:
     rules: Rules
     has_own_prefetch: bool  # whether prefetching was chosen for this unit; it is one for all units of a root
     shard_optimizer_only: bool  # ZeRO-1: gradients and gathered parameters keep their storage
-    map_shards: bool = False  # gathered parameters are the shards of all ranks where they are: see buffers.py
+    map_shards: bool = False  # gathered parameters are the shards of all ranks where they are: see extras/parameters.py
 
     @property
     def offload(self) -> OffloadPolicy:
@@ -90,8 +90,7 @@ class ShardPolicy:
 
     def reduced_dtype(self, gathered: torch.dtype) -> torch.dtype:
         """The dtype in which the gradient of a parameter is reduced that is gathered in `gathered`."""
-        wanted = self.mp.reduce_dtype
-        return wanted if wanted is not None and gathered.is_floating_point else gathered
+        return (self.mp.reduce_dtype or gathered) if gathered.is_floating_point else gathered
 
 
 def kind_of(module: nn.Module) -> ModuleKind:

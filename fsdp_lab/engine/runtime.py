@@ -19,8 +19,6 @@ comes, else by that of the call it repeats. Nothing that is issued depends on wh
 differ in that.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -37,8 +35,6 @@ from fsdp_lab.engine.collectives import ShardError, Unanswered
 from fsdp_lab.engine.schedule import Direction, OffloadPolicy, Phase, PointSide, Rules, Schedule, UnitCall
 from fsdp_lab.engine.unit import Unit, UnitState
 
-Watcher = Callable[[Phase, str, Direction], None]
-Around = Callable[[Phase, str], AbstractContextManager[None]]  # within it a phase of a unit is issued
 _NOTHING: AbstractContextManager[None] = nullcontext()
 Key = tuple[Unit, bool]  # of passes that are alike: from which unit they begin, and whether with gradients
 
@@ -60,23 +56,14 @@ class Pass:
         detached = self.with_backward and not torch.is_grad_enabled()
         k, call = len(self.calls), (unit, self.open[-1] if self.open else None, detached)
         self.open.append(k)
-        if self.schedule is not None:
-            if k < len(self.schedule.calls) and self.schedule.calls[k] == call:
-                self.calls.append(self.schedule.calls[k])
-                return k
+        if self.schedule is not None and (k >= len(self.schedule.calls) or self.schedule.calls[k] != call):
             self.schedule = None
-        self.calls.append(UnitCall(*call))
+        self.calls.append(UnitCall(*call) if self.schedule is None else self.schedule.calls[k])
         return k
 
     def is_open(self, unit: int) -> bool:
         """Returns whether a call of the unit has begun and not ended."""
         return any(self.calls[k].unit == unit for k in self.open)
-
-    def in_backward(self) -> list[int]:
-        """Calls whose backward has begun and not ended, in the order of the schedule."""
-        scheduled = () if self.schedule is None else self.schedule.order[Direction.BACKWARD]
-        order = dict.fromkeys((*scheduled, *self.backwards))
-        return [k for k in order if self.backwards.get(k)]
 
 
 class Backward:
@@ -93,10 +80,15 @@ class Runtime:
 
     def __init__(self, root: Unit, units: Sequence[Unit]) -> None:
         self.root, self.units = root, tuple(units)
-        self.rules: Rules = _rules(root, units)
+        given, own = [unit.policy.rules for unit in units if unit.policy.has_own_prefetch], root.policy.rules
+        prefetch = given[0] if given else own  # all that were given it were given the same
+        self.rules = Rules.of(prefetch, reshard_after_forward=own.reshard_after_forward, offload=own.offload)
         self.streams = CommStreams.of(root.mesh.streams)
-        self.watch: Watcher | None = None
-        self.around: Around = lambda phase, unit: _NOTHING
+        self.watch: Callable[[Phase, str, Direction], None] | None = None  # told of each phase of a unit
+        # Within it a phase of a unit is issued.
+        self.around: Callable[[Phase, str], AbstractContextManager[None]] = lambda phase, unit: _NOTHING
+        self.choices: dict[Unit, Unit] = {}  # units of which a forward may call some, as experts; and those around them
+        self.agree: Callable[[Unit, str], None] = lambda unit, what: None  # raises where ranks' calls are not the same
         self.guard: Callable[[], None] = lambda: None  # called at the end of each backward
         self._step, self._written = 0, -1  # of the optimizer: counted by how often it had written when a pass began
         self._forward: Pass | None = None  # the one under way
@@ -104,8 +96,7 @@ class Runtime:
         self._reads_shards = False  # of other ranks, in the pass or the backward under way
         self._held: set[Unit] = set()  # gathered for the second backward of a double one
         self._index = {unit: i for i, unit in enumerate(self.units)}
-        self._calls: dict[Key, tuple[UnitCall, ...]] = {}  # of the last pass
-        self._schedules: dict[Key, Schedule] = {}
+        self._schedules: dict[Key, Schedule] = {}  # by the calls of the last pass
         self._reducing: list[tuple[Unit, list[Reduction]]] = []  # in flight, oldest first
 
     @property
@@ -120,18 +111,17 @@ class Runtime:
         if self._forward is not None or self._backward is not None:
             self.reset()  # an exception ended what was in progress
         with_backward = torch.is_grad_enabled()
+        if (written := self._count_writes()) != self._written:
+            self._release()
+            self._step, self._written = self._step + 1, written
         for other in self.units:
+            other.mesh.counter.step = self._step
             if other.policy.rules.reshard_after_forward and other is not unit and not other.asked_for:
                 other.reshard()
             if other.policy.offload == OffloadPolicy.OPTIMIZER:  # which has stepped since
-                self._copy_to_device(other, Direction.FORWARD)
-        written = self._count_writes()
-        if written != self._written:
-            self._release()
-        self._step, self._written = self._step + (written != self._written), written
-        for other in self.units:
-            other.mesh.counter.step = self._step
-        schedule = self._schedule(unit, with_backward) if scheduled else None
+                with self.span(Phase.HOST_COPY, other, Direction.FORWARD):
+                    other.copy_to_device(self.streams)
+        schedule = self._schedule((unit, with_backward)) if scheduled else None
         self._forward = Pass(schedule, unit, with_backward=with_backward)
         return self._forward
 
@@ -140,22 +130,25 @@ class Runtime:
 
         `method`: it is not `forward` that is called. What it calls may differ from one time to the next: no schedule.
         """
-        if self.recomputes:
-            return self._recompute(unit)
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint's, inside a backward
+            self._begin_backward()
+            self.make_ready(unit, Direction.BACKWARD)
+            again = Pass(None, unit, with_backward=torch.is_grad_enabled())
+            return again, again.enter(self._index[unit])
         current = self._forward
-        if current is None or self._is_left_over(current, unit):
+        # Is it what an exception left? torch tells of no other kind than Exception: after KeyboardInterrupt the outermost
+        # unit, or the root, is called again, and the optimizer has stepped.
+        begins = current is not None and unit in (current.outermost, self.root)
+        if current is None or not current.open or (begins and self._count_writes() != self._written):
             current = self.begin(unit, scheduled=not method)
+        if unit in self.choices:
+            self.agree(unit, unit.name)
         self._free_stale(unit)
         k = current.enter(self._index[unit])
         self._issue(current, Direction.FORWARD, k, PointSide.BEFORE)
         self.make_ready(unit, Direction.FORWARD)
         self._begin_computing(unit, current, Direction.FORWARD, k)
         return current, k
-
-    def _is_left_over(self, current: Pass, unit: Unit) -> bool:
-        """Returns whether an exception has ended the pass. torch tells of no other kind than Exception: of what
-        KeyboardInterrupt left, the outermost unit, or the root, is called again, and the optimizer has stepped."""
-        return not current.open or (unit in (current.outermost, self.root) and self._count_writes() != self._written)
 
     def _count_writes(self) -> int:
         return sum(flat.master._version for unit in self.units for flat in unit.flats)
@@ -164,6 +157,8 @@ class Runtime:
         """Free the unit, unless the schedule keeps it, or a backward needs it now."""
         if current is not self._forward:
             return
+        if any(unit is outer for outer in self.choices.values()):
+            self.agree(unit, f"the end of {unit.name}")
         self._end_computing(current, Direction.FORWARD, k)
         while current.open.pop() != k:
             pass  # inner calls that never came to their end
@@ -185,16 +180,10 @@ class Runtime:
         calls, key = tuple(current.calls), (current.outermost, current.with_backward)
         departed = current.schedule is None or calls != current.schedule.calls
         if departed and current.is_scheduled:  # the next one is scheduled by what was seen
-            self._calls[key] = calls
-            self._schedules.pop(key, None)
             for unit in self.units:
-                if (
-                    unit.policy.rules.reshard_after_forward
-                    and unit is not current.outermost
-                    and not self._is_at_work(unit)
-                ):
+                if unit.policy.rules.reshard_after_forward and unit is not current.outermost:
                     unit.reshard()
-            current.schedule = self._schedule(*key)
+            current.schedule = self._schedule(key, calls)
         if not current.with_backward:
             self._free_all()
         self._let_shards_change("end of the forward")
@@ -243,46 +232,36 @@ class Runtime:
     def before_gradient(self, unit: Unit, name: str) -> None:
         """A parameter's gradient comes; late by what torch.autocast keeps of a forward for the next one. Raises ShardError
         where the begin of the backward was missed."""
-        if unit.state is not UnitState.UNSHARDED and not self._may_be_late(unit):
-            raise ShardError(
-                f"the gradient of {name} came while {unit.name or 'the root'} was not gathered: its backward was not seen; "
-                "let its forward return tensors, or tuples, lists, dicts or dataclasses of them, and put torch.autocast "
-                "around one forward"
-            )
+        if unit.state is not UnitState.UNSHARDED:
+            i, passes = self._index[unit], () if self.backward is None else self.backward.passes
+            has_ended = any(current.calls[k].unit == i for current in passes for k in current.backwards)
+            if not has_ended or any(flat.reduce_hooks for flat in unit.flats):  # these were shown it as complete
+                raise ShardError(
+                    f"the gradient of {name} came while {unit.name or 'the root'} was not gathered: its backward was not "
+                    "seen; let its forward return tensors, or tuples, lists, dicts or dataclasses of them, and put "
+                    "torch.autocast around one forward"
+                )
         self._begin_backward()  # the root's output had no hook, or it was used inside `unshard`
-
-    def _may_be_late(self, unit: Unit) -> bool:
-        """Returns whether a call of the unit has ended in this backward, and nobody was shown its gradients as all
-        there are."""
-        seen = self.backward is not None and any(
-            current.calls[k].unit == self._index[unit] for current in self.backward.passes for k in current.backwards
-        )
-        return seen and not any(flat.reduce_hooks for flat in unit.flats)
 
     def _begin_backward(self) -> Backward:
         """The backward under way, from here on at the latest."""
-        backward = self.backward
-        if backward is None:
-            if self._backward is not None:
-                self.reset()  # an exception ended the last one
-            backward = begun = Backward()
-            self._backward = weakref.ref(begun)
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: self.end_backward(begun))
-        return backward
-
-    def _recompute(self, unit: Unit) -> tuple[Pass, int]:
-        """A forward inside a backward."""
-        self._begin_backward()
-        self.make_ready(unit, Direction.BACKWARD)
-        current = Pass(None, unit, with_backward=torch.is_grad_enabled())
-        return current, current.enter(self._index[unit])
+        if (backward := self.backward) is not None:
+            return backward
+        if self._backward is not None:
+            self.reset()  # an exception ended the last one
+        begun = Backward()
+        self._backward = weakref.ref(begun)
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: self.end_backward(begun))
+        return begun
 
     def end_backward(self, backward: Backward) -> None:
         """Finishes what is left: units whose inputs need no gradient, late gradients, reductions in flight."""
         for current in backward.passes:
-            for k in current.in_backward():
-                self.after_backward(self.units[current.calls[k].unit], current, k)
+            scheduled = () if current.schedule is None else current.schedule.order[Direction.BACKWARD]
+            for k in (*scheduled, *current.backwards):
+                if current.backwards.get(k):
+                    self.after_backward(self.units[current.calls[k].unit], current, k)
         for unit in reversed(self.units):
             self._reduce(unit)
         while self._reducing:
@@ -314,7 +293,8 @@ class Runtime:
         self._free_stale(unit)
         if unit.is_sharded:
             if unit.policy.offload == OffloadPolicy.ALL and unit.state is UnitState.SHARDED:
-                self._copy_to_device(unit, direction)
+                with self.span(Phase.HOST_COPY, unit, direction):
+                    unit.copy_to_device(self.streams)
             with self.span(Phase.UNSHARD, unit, direction):
                 unit.unshard(self.streams)
 
@@ -322,10 +302,6 @@ class Runtime:
         """Free a unit that was gathered before the optimizer stepped, so that it is gathered again."""
         if unit.is_stale and not self._is_at_work(unit):
             unit.reshard()
-
-    def _copy_to_device(self, unit: Unit, direction: Direction) -> None:
-        with self.span(Phase.HOST_COPY, unit, direction):
-            unit.copy_to_device(self.streams)
 
     def make_ready(self, unit: Unit, direction: Direction) -> None:
         """Gather a unit now, unless it is."""
@@ -347,7 +323,7 @@ class Runtime:
 
     def _reduce(self, unit: Unit) -> None:
         """The oldest whole gradient in flight is freed before the next one is sent, where their limit is reached."""
-        if not unit.has_gradient:
+        if not any(flat.gradients.is_waiting for flat in unit.flats):
             return
         if not unit.communicates:
             for flat in unit.flats:
@@ -361,8 +337,7 @@ class Runtime:
         """Wait for the collectives in flight, the last issued first, and issue what follows them: in hybrid sharding the
         all-reduce of a unit then runs beside the reduce-scatter and the backward of the next. `but`: so many units, the last
         ones, are left in flight. `last`: it is the end of the backward."""
-        for in_flight in self._reducing[: max(0, len(self._reducing) - but)][::-1]:
-            unit, reductions = in_flight
+        for unit, reductions in self._reducing[: max(0, len(self._reducing) - but)][::-1]:
             ends = all(reduction.ends(last=last) for reduction in reductions)
             copies = ends and unit.policy.offload != OffloadPolicy.NONE  # under offload its shard then is on the host
             around = (
@@ -375,7 +350,7 @@ class Runtime:
             except Unanswered as e:
                 raise unit.mesh.unanswered(e, _label(Phase.REDUCE, unit)) from e
             if ends:
-                self._reducing.remove(in_flight)
+                self._reducing.remove((unit, reductions))
                 for hook in [hook for flat in unit.flats for hook in flat.reduce_hooks.values()]:
                     hook()
 
@@ -406,11 +381,6 @@ class Runtime:
     def reducing(self) -> tuple[Reduction, ...]:
         """The gradients in flight."""
         return tuple(reduction for _, reductions in self._reducing for reduction in reductions)
-
-    @property
-    def recomputes(self) -> bool:
-        """True if a forward that begins now is a checkpoint's, inside a backward."""
-        return torch._C._current_graph_task_id() != -1
 
     def reset(self) -> None:
         """Called after an exception in the middle of a step: frees everything; of a backward, forgets what was not
@@ -447,19 +417,18 @@ class Runtime:
 
     def _let_shards_change(self, when: str) -> None:
         """Wait until no rank reads the shards of others any more, if it did: see "Note: shards that are mapped" in
-        buffers.py. What `unshard` has gathered are copies, with which a rank may compute alone."""
+        extras/parameters.py. What `unshard` has gathered are copies, with which a rank may compute alone."""
         groups = dict.fromkeys(unit.mesh.shard_group for unit in self.units if unit.policy.map_shards)
         reads, self._reads_shards = self._reads_shards, False
         for group in filter(None, groups if reads else ()):
             with self.root.mesh.answered(when):
                 dist.barrier(group)
 
-    def _schedule(self, unit: Unit, with_backward: bool) -> Schedule:
-        key = (unit, with_backward)
-        if key not in self._schedules:
-            calls = self._calls[key] if key in self._calls else self._guess(unit)
+    def _schedule(self, key: Key, calls: Sequence[UnitCall] = ()) -> Schedule:
+        """`calls`: those that a pass has made, where it departed from its schedule."""
+        if calls or key not in self._schedules:
             own = {i: unit.policy.rules for i, unit in enumerate(self.units)}
-            self._schedules[key] = Schedule(calls, self.rules, backward=with_backward, own_rules=own)
+            self._schedules[key] = Schedule(calls or self._guess(key[0]), self.rules, backward=key[1], own_rules=own)
         return self._schedules[key]
 
     def _guess(self, outermost: Unit) -> list[UnitCall]:
@@ -477,15 +446,6 @@ class Runtime:
 
         visit(outermost.modules[0], None)
         return calls
-
-
-def _rules(root: Unit, units: Sequence[Unit]) -> Rules:
-    """The root's; prefetching as any unit was given it, since all that were, were given the same."""
-    given = [unit.policy for unit in units if unit.policy.has_own_prefetch]
-    prefetch = given[0].rules if given else root.policy.rules
-    return Rules.of(
-        prefetch, reshard_after_forward=root.policy.rules.reshard_after_forward, offload=root.policy.offload
-    )
 
 
 @contextmanager

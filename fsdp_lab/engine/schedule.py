@@ -17,7 +17,7 @@ the limiter counts only the unit that computes and those gathered ahead: waiting
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import NamedTuple
@@ -105,10 +105,6 @@ class Rules(PrefetchPolicy):
         given = {f.name: getattr(prefetch, f.name) for f in fields(PrefetchPolicy)}
         return cls(**given, reshard_after_forward=reshard_after_forward, offload=offload)
 
-    def depth(self, direction: Direction) -> int:
-        """How many units are gathered ahead of the one that computes."""
-        return self.forward_prefetch if direction is Direction.FORWARD else self.backward_prefetch
-
     def has_room(self, gathered: int) -> bool:
         """Returns whether one more unit may be gathered ahead of time."""
         return self.limit == 0 or gathered < self.limit + 1
@@ -156,9 +152,16 @@ class Schedule:
     @cached_property
     def walk(self) -> tuple[Point, ...]:
         """Every point, ordered by time."""
-        forward = self._points(Direction.FORWARD, reverse=False) if self.calls else ()
-        backward = self._points(Direction.BACKWARD, reverse=True) if self.calls and self.backward else ()
-        return (*forward, *backward)
+        points = list[Point]()
+        for direction in (Direction.FORWARD, Direction.BACKWARD) if self.backward else (Direction.FORWARD,):
+            stack = [0] if self.calls else []  # a call, or ~call for its end
+            while stack:
+                k = stack.pop()
+                if direction is Direction.FORWARD or not self.calls[max(k, ~k)].detached:
+                    points.append(Point(direction, max(k, ~k), PointSide.BEFORE if k >= 0 else PointSide.AFTER))
+                if k >= 0:
+                    stack += (~k, *self.children[k][:: -1 if direction is Direction.FORWARD else 1])
+        return tuple(points)
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
@@ -172,9 +175,8 @@ class Schedule:
     @cached_property
     def order(self) -> dict[Direction, tuple[int, ...]]:
         """The calls in the order in which they begin, in the forward and in the backward."""
-        directions = (Direction.FORWARD, Direction.BACKWARD)
         before = [p for p in self.walk if p.moment is PointSide.BEFORE]
-        return {direction: tuple(p.call for p in before if p.direction is direction) for direction in directions}
+        return {direction: tuple(p.call for p in before if p.direction is direction) for direction in Direction}
 
     @cached_property
     def begun(self) -> dict[Point, int]:
@@ -185,20 +187,6 @@ class Schedule:
             places[point] = counts[point.direction]
         return places
 
-    def following(self, point: Point, depth: int) -> tuple[int, ...]:
-        """Returns at most `depth` units of the calls that begin after a point in its direction, each once.
-
-        At a point before a call, its own unit is left out.
-        """
-        order, units = self.order[point.direction], dict[int, None]()
-        own = self.calls[point.call].unit if point.moment is PointSide.BEFORE else None
-        for i in range(self.begun[point], len(order)):
-            if len(units) == depth:
-                break
-            if self.calls[order[i]].unit != own:
-                units[self.calls[order[i]].unit] = None
-        return tuple(units)
-
     @cached_property
     def never_reshards(self) -> frozenset[int]:
         """Units whose rules keep them gathered between forward and backward."""
@@ -208,21 +196,25 @@ class Schedule:
     @cached_property
     def stays_gathered(self) -> frozenset[int]:
         """Units that stay gathered between forward and backward (see the note)."""
-        if not self.backward:
-            return frozenset()
-        if not self.rules.keeps_first:
-            return self.never_reshards | {call.unit for call in self.calls[:1]}
-        gathered = set(self.never_reshards)
+        gathered = set(self.never_reshards) if self.backward else set()
         for k in self.order[Direction.BACKWARD]:
             gathered.add(self.calls[k].unit)
-            if not self.children[k]:
+            if not self.rules.keeps_first or not self.children[k]:
                 break
         return frozenset(gathered)
 
     def ahead(self, point: Point, gathered: set[int]) -> tuple[int, ...]:
-        """The units to prefetch at a point, within the limit."""
+        """The units to prefetch at a point, within the limit: those of the next calls; before a call, not its own."""
+        is_forward, order, units = point.direction is Direction.FORWARD, self.order[point.direction], dict[int, None]()
+        depth = self.rules.forward_prefetch if is_forward else self.rules.backward_prefetch
+        own = self.calls[point.call].unit if point.moment is PointSide.BEFORE else None
+        for i in range(self.begun[point], len(order)):
+            if len(units) == depth:
+                break
+            if self.calls[order[i]].unit != own:
+                units[self.calls[order[i]].unit] = None
         chosen, limited = list[int](), gathered - self._unlimited(point)
-        for unit in self.following(point, self.rules.depth(point.direction)):
+        for unit in units:
             if unit not in gathered and self.rules.has_room(len(limited) + len(chosen)):
                 chosen.append(unit)
         return tuple(chosen)
@@ -236,75 +228,59 @@ class Schedule:
             forward = forward[: self.begun[point] - (point.moment is PointSide.BEFORE)]
         return ({self.calls[k].unit for k in forward} & self.never_reshards) - {self.calls[point.call].unit}
 
-    def _points(self, direction: Direction, *, reverse: bool) -> Iterator[Point]:
-        stack = [0]  # a call, or ~call for its end
-        while stack:
-            k = stack.pop()
-            if direction is Direction.FORWARD or not self.calls[max(k, ~k)].detached:
-                yield Point(direction, max(k, ~k), PointSide.BEFORE if k >= 0 else PointSide.AFTER)
-            if k >= 0:
-                stack += (~k, *self.children[k][:: 1 if reverse else -1])
-
 
 class _Builder:
     """Visits the points in order and records which units are gathered and what each action waits for."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self._schedule, self._rules = schedule, schedule.rules
+        self._schedule = schedule
         self._gathered: set[int] = set()
         self._actions: list[Action] = []
-        self._computed: int | None = None  # index of the last computation
+        self._computed: tuple[int, ...] = ()  # index of the last computation
         self._unshards: dict[int, int] = {}  # unit -> index of its last unshard
         self._reduces: dict[int, int] = {}  # unit -> index of its last reduce, or of the copy after it
-        self._first: dict[int, int] = {}  # the unit's first call that has a backward, and its last call of all
-        self._last = {call.unit: k for k, call in enumerate(schedule.calls)}
-        for k, call in enumerate(schedule.calls):
-            if not call.detached:
-                self._first.setdefault(call.unit, k)
+        calls = tuple(enumerate(schedule.calls))  # the unit's first call that has a backward, and its last call of all
+        self._first = {call.unit: k for k, call in reversed(calls) if not call.detached}
+        self._last = {call.unit: k for k, call in calls}
 
     def build(self) -> list[Action]:
-        for point in self._schedule.walk:
-            if point.moment is PointSide.BEFORE:
-                self._before(point)
-            else:
-                self._after(point)
-        if self._schedule.backward and self._schedule.calls:
+        schedule = self._schedule
+        for point in schedule.walk:
+            unit = schedule.calls[point.call].unit
+            is_forward, begins = point.direction is Direction.FORWARD, point.moment is PointSide.BEFORE
+            if begins and unit not in self._gathered:
+                self._unshard(unit, point, ahead=False)
+            if not begins and schedule.children[point.call]:
+                self._compute(unit, point)  # the part of an enclosing unit after its inner ones
+            if not begins and self._is_freed(unit, point):
+                self._add(Phase.RESHARD, unit, point, self._computed)
+                self._gathered.discard(unit)
+            if begins == (is_forward or schedule.rules.prefetch_before):
+                for other in schedule.ahead(point, self._gathered):
+                    self._unshard(other, point, ahead=True)
+            if begins:
+                self._compute(unit, point)
+            elif not is_forward and not self._comes_again(unit, point):
+                at = self._add(Phase.REDUCE, unit, point, self._computed)
+                if schedule.rules_of(unit).offload != OffloadPolicy.NONE:
+                    at = self._add(Phase.HOST_COPY, unit, point, (at,))
+                self._reduces[unit] = at
+        if schedule.backward and schedule.calls:
             end = Point(Direction.UPDATE, 0, PointSide.AFTER)
             self._add(Phase.OPTIM, -1, end, tuple(self._reduces.values()))
         return self._actions
 
-    def _before(self, point: Point) -> None:
-        unit = self._schedule.calls[point.call].unit
-        if unit not in self._gathered:
-            self._unshard(unit, point, ahead=False)
-        if point.direction is Direction.FORWARD or self._rules.prefetch_before:
-            for other in self._schedule.ahead(point, self._gathered):
-                self._unshard(other, point, ahead=True)
-        self._compute(unit, point)
-
-    def _after(self, point: Point) -> None:
-        unit = self._schedule.calls[point.call].unit
-        if self._schedule.children[point.call]:
-            self._compute(unit, point)  # the part of an enclosing unit after its inner ones
-        if self._is_freed(unit, point):
-            self._add(Phase.RESHARD, unit, point, self._after_computing())
-            self._gathered.discard(unit)
-        if point.direction is Direction.BACKWARD:
-            if not self._rules.prefetch_before:
-                for other in self._schedule.ahead(point, self._gathered):
-                    self._unshard(other, point, ahead=True)
-            if not self._comes_again(unit, point):
-                self._reduce(unit, point)
-
     def _is_freed(self, unit: int, point: Point) -> bool:
-        if self._is_inside_itself(point.call) or self._is_next(unit, point):
+        schedule, around = self._schedule, self._schedule.calls[point.call].parent
+        while around is not None and schedule.calls[around].unit != unit:
+            around = schedule.calls[around].parent
+        order, i = schedule.order[point.direction], schedule.begun[point]
+        if around is not None or (i < len(order) and schedule.calls[order[i]].unit == unit):
+            return False  # the call is inside another one of the unit, or the next one is of the same unit
+        stays = schedule.stays_gathered if point.direction is Direction.FORWARD else ()
+        if unit in (schedule.never_reshards if self._comes_again(unit, point) else stays):
             return False
-        comes_again = self._comes_again(unit, point)
-        if comes_again and unit in self._schedule.never_reshards:
-            return False
-        if point.direction is Direction.FORWARD and not comes_again and unit in self._schedule.stays_gathered:
-            return False
-        return unit not in self._schedule.ahead(point, self._gathered - {unit})  # it would be gathered again at once
+        return unit not in schedule.ahead(point, self._gathered - {unit})  # it would be gathered again at once
 
     def _comes_again(self, unit: int, point: Point) -> bool:
         """Returns whether another call of the unit begins later in this direction."""
@@ -312,36 +288,16 @@ class _Builder:
             return self._last[unit] >= self._schedule.begun[point]
         return self._first[unit] != point.call
 
-    def _is_next(self, unit: int, point: Point) -> bool:
-        """Returns whether the next call to begin is one of the same unit."""
-        order, i = self._schedule.order[point.direction], self._schedule.begun[point]
-        return i < len(order) and self._schedule.calls[order[i]].unit == unit
-
-    def _is_inside_itself(self, call: int) -> bool:
-        unit, at = self._schedule.calls[call].unit, self._schedule.calls[call].parent
-        while at is not None and self._schedule.calls[at].unit != unit:
-            at = self._schedule.calls[at].parent
-        return at is not None
-
     def _unshard(self, unit: int, point: Point, *, ahead: bool) -> None:
-        waits = self._after_computing()
+        waits = self._computed
         if self._schedule.rules_of(unit).offload == OffloadPolicy.ALL:
             waits = (self._add(Phase.HOST_COPY, unit, point, waits, ahead=ahead),)
         self._unshards[unit] = self._add(Phase.UNSHARD, unit, point, waits, ahead=ahead)
         self._gathered.add(unit)
 
     def _compute(self, unit: int, point: Point) -> None:
-        waits = {*self._after_computing(), self._unshards[unit]}
-        self._computed = self._add(Phase.COMPUTE, unit, point, tuple(sorted(waits)))
-
-    def _reduce(self, unit: int, point: Point) -> None:
-        at = self._add(Phase.REDUCE, unit, point, self._after_computing())
-        if self._schedule.rules_of(unit).offload != OffloadPolicy.NONE:
-            at = self._add(Phase.HOST_COPY, unit, point, (at,))
-        self._reduces[unit] = at
-
-    def _after_computing(self) -> tuple[int, ...]:
-        return () if self._computed is None else (self._computed,)
+        waits = {*self._computed, self._unshards[unit]}
+        self._computed = (self._add(Phase.COMPUTE, unit, point, tuple(sorted(waits))),)
 
     def _add(self, phase: Phase, unit: int, point: Point, waits: tuple[int, ...], *, ahead: bool = False) -> int:
         self._actions.append(Action(phase=phase, unit=unit, point=point, waits_for=waits, ahead=ahead))

@@ -9,8 +9,6 @@ modules' own initialisation, which writes to the sharded tensors; what was never
 sharded; the caller fills them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +21,6 @@ from fsdp_lab.engine.buffer import FlatBuffer, sharded_form
 from fsdp_lab.engine.collectives import ShardError
 from fsdp_lab.engine.hooks import check_module, not_sharded, unit_hooks
 from fsdp_lab.engine.mesh import gather_parts
-
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +74,7 @@ def load_full_state(module: nn.Module, values: Mapping[str, Tensor] | Callable[[
         for shard in shards:
             if shard.name not in values:
                 raise ShardError(f"there is no value for {shard.name}; give one for every parameter of the model")
-            if wrong := _wrong_tensor(shard, values[shard.name]):
-                raise ShardError(wrong)
+            _check_tensor(shard, values[shard.name])
     elif not callable(values):
         raise ShardError(
             f"a {type(values).__name__} was given where values are needed; give a dict, or a function of names"
@@ -107,23 +102,22 @@ def gather_one(flat: FlatBuffer, number: int) -> Tensor:
 
 def _fill(shard: ParamShard, whole: Tensor) -> None:
     """A function, so that one whole parameter is freed before the next one is made."""
-    if wrong := _wrong_tensor(shard, whole):
-        raise ShardError(wrong)
+    _check_tensor(shard, whole)
     shard.local.copy_(whole.reshape(-1)[shard.start : shard.stop])
 
 
-def _wrong_tensor(shard: ParamShard, value: Any) -> str:
+def _check_tensor(shard: ParamShard, value: Any) -> None:
+    """Raises ShardError."""
     if not isinstance(value, Tensor):
-        return f"{shard.name} was given a {type(value).__name__}; give a tensor of the shape {tuple(shard.shape)}"
+        raise ShardError(
+            f"{shard.name} was given a {type(value).__name__}; give a tensor of the shape {tuple(shard.shape)}"
+        )
     if value.shape != shard.shape:
-        return f"{shard.name} has the shape {tuple(shard.shape)}, and the value {tuple(value.shape)}"
+        raise ShardError(f"{shard.name} has the shape {tuple(shard.shape)}, and the value {tuple(value.shape)}")
     if value.is_meta or isinstance(value, DTensor):
         what = "is on meta, without values" if value.is_meta else "is a DTensor"
-        return f"what was given for {shard.name} {what}; give a plain tensor, as from full_tensor()"
-    return ""
+        raise ShardError(f"what was given for {shard.name} {what}; give a plain tensor, as from full_tensor()")
 
 
 def _original(name: str) -> str:
-    for part in _WRAPPERS:
-        name = name.replace(part, "")
-    return name
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")

@@ -3,8 +3,6 @@
 unshard -> wait_for_unshard -> (computation) -> reshard; then, from autograd's gradients, reduce.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Sequence
 
@@ -102,16 +100,9 @@ class Unit:
         for handle in handles:
             handle.wait()
 
-    @property
-    def has_gradient(self) -> bool:
-        """True if gradients have come that were not reduced yet."""
-        return any(flat.gradients.is_waiting for flat in self.flats)
-
     def reduce(self, streams: CommStreams) -> list[Reduction]:
         """Issue the reductions of what has come."""
         adds = any(flat.gradients.reduced is not None for flat in self.flats)
         stays = not any(flat.reduce_hooks for flat in self.flats) and (self.policy.is_on_host(self.mesh) or not adds)
         taken = [(flat.gradients, flat.gradients.take()) for flat in self.flats]
-        return [
-            Reduction(target, *taking, streams=streams, stays=stays) for target, taking in taken if taking is not None
-        ]
+        return [Reduction(to, *sent, streams=streams, stays=stays) for to, sent in taken if sent is not None]

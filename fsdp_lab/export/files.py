@@ -1,8 +1,6 @@
 """Folders that are written: `Files` has what an exported script reads, samples as numpy arrays and folders for
 `from_pretrained`; `export_pretrained` makes a checkpoint's model one for `from_pretrained`. No ranks are needed."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping

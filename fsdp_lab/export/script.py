@@ -4,8 +4,6 @@ docstring, and the imports and constants that they use, come from here.
 The lab's own engine is replaced by FSDP2, or by DDP if nothing is sharded (`peer`). What they cannot do is refused by the
 rules of `Spec` itself. A field that has no effect under a backend, and a difference to the run, is a remark at the top."""
 
-from __future__ import annotations
-
 import ast
 import json
 import platform

@@ -14,8 +14,6 @@ by which its loss is multiplied. Every rank knows the numbers of all samples' la
 counted as the loss does: a causal model does not predict a row's first token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any

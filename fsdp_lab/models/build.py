@@ -12,8 +12,6 @@ as at once, since torch draws normal values sixteen together, and the last sixte
 parameter.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import inspect

@@ -5,8 +5,6 @@ Note: one process of a machine makes a file, under a lock (filelock), which is f
 ends. Others poll, so that they can be interrupted.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -4,8 +4,6 @@ Importing it, and checking a preset, needs neither torch nor transformers. A cus
 device, which takes a fraction of a second once transformers is imported.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """`resolve`: the transformers config for a `Workload.model`."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import difflib

@@ -9,8 +9,6 @@ noise. They are the same everywhere, and a small model learns them in some tens 
 Neither torch nor transformers is imported.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

@@ -12,8 +12,6 @@ where N counts the weights of matrix products (the output head among them, the e
 width and S the sequence length (PaLM, arXiv 2204.02311, appendix B).
 """
 
-from __future__ import annotations
-
 import copy
 import time
 import warnings

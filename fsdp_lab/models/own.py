@@ -3,8 +3,7 @@
 Note: initial values. `build` is called once more for them, on the CPU, with the random generators of torch, numpy and
 Python set from the Spec's seed, and each rank takes its ranges from the result. So the user's own initialisation is
 honoured, and is equal for all backends and world sizes; each rank holds a whole model while it loads. The skeleton is
-built with its parameters on meta; but buffers may be random or computed from parameters, so a module that has some is
-built really.
+built with its parameters on meta; but a module with buffers, which may be random or computed from parameters, is built.
 
 Note: random numbers. What a dataset draws in `__getitem__` depends on (seed, number of the sample), and what the module
 and the loss draw, as dropout does, on (seed, first sample of the micro-batch; in an evaluation, of the held-out batch). So
@@ -15,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -37,6 +37,7 @@ from fsdp_lab.spec.workload import Workload
 
 _MODEL, _LOSS, _DATA = "workload.model", "workload.loss", "workload.data"
 _RAISED = (Exception, SystemExit)  # by the user's code, of which no rank may end
+_PACKED = "find_packed_sequence_indices"
 _BUILD_HINT = "correct it; it is called without arguments, and returns an nn.Module"
 
 
@@ -202,7 +203,7 @@ def objective(workload: Workload) -> Callable[[nn.Module, Any], Tensor]:
     """Returns (model, batch on its device) -> loss, a scalar with a graph: the user's, or that which a model of
     transformers returns. Raises SpecError if its code is not here."""
     if not workload.is_own:
-        return lambda model, batch: model(**batch)["loss"]
+        return _of_transformers()
     loss, name = loaded(_LOSS, workload.loss), code_name(workload.loss)
 
     def scalar(model: nn.Module, batch: Any) -> Tensor:
@@ -221,6 +222,31 @@ def objective(workload: Workload) -> Callable[[nn.Module, Any], Tensor]:
         return value.reshape(())
 
     return scalar
+
+
+def _of_transformers() -> Callable[[nn.Module, Any], Tensor]:
+    """The loss that a model of transformers returns. In every forward its masks ask the device whether sequences are packed,
+    by their positions. A batch here has none, and the model counts them, each time alike: so the first no stands."""
+    asks: Any = None
+    found: Any = ...  # its last answer
+
+    def answer(position_ids: Tensor) -> Any:
+        nonlocal found
+        found = None if found is None else asks(position_ids)
+        return found
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        nonlocal asks
+        masks: Any = sys.modules.get("transformers.masking_utils")
+        if (asks := getattr(masks, _PACKED, None)) is None:
+            return model(**batch)["loss"]
+        setattr(masks, _PACKED, answer)
+        try:
+            return model(**batch)["loss"]
+        finally:
+            setattr(masks, _PACKED, asks)
+
+    return loss
 
 
 class OwnSource(Source):

@@ -8,8 +8,6 @@ number of positions does not grow with `Workload.seq_len`: another sequence leng
 could not keep its parameters. `fsdp_lab.models.check` refuses a longer sequence and names presets that take it.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Mapping, Sequence

@@ -10,8 +10,6 @@ Note: the digest. Every rank needs it before it knows whether there is anything 
 has of each file the name, the size and the time of the last change.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -37,8 +35,6 @@ _ABOUT = ("readme*", "license*", "licence*", "_*", "dataset_info.json", "dataset
 
 
 class Format(Enum):
-    """The format of a file."""
-
     TEXT = "text"
     JSON = "JSON"
     PARQUET = "Parquet"

@@ -5,8 +5,6 @@ part of one; a shorter rest is dropped. Padded, a row is one sample, with paddin
 predicted. Rows without any label (a window between two answers) are left out.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np

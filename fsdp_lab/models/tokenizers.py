@@ -7,8 +7,6 @@ to its last end token (what the template writes after it is no part of an answer
 exact place, and the chat is refused.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Mapping, Sequence

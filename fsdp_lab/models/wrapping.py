@@ -3,8 +3,6 @@
 `units` implements the policies of `Strategy.wrap`; parameters of no unit belong to the root's.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

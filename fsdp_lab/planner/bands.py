@@ -11,14 +11,13 @@ normalised split conformal prediction (Lei et al., arXiv 1604.04173, section 5.2
 sqrt(n), as its rows err together. The scale gives the shape, the quantile the coverage; tests/planner/research finds both.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Self
 
 from fsdp_lab.planner.devices import Machine, Rates
 
@@ -33,9 +32,9 @@ class Band:
     low: float
     high: float
 
-    def inverse(self, of: float) -> Band:
+    def inverse(self, of: float) -> Self:
         """The band of `of` / x."""
-        return Band(of / self.high, of / self.low)
+        return replace(self, low=of / self.high, high=of / self.low)
 
 
 class RateKind(StrEnum):
@@ -138,7 +137,7 @@ class ErrorScale:
     def band(self, predicted: float, quantile: float) -> Band:
         return Band(predicted * math.exp(-quantile * self.below), predicted * math.exp(quantile * self.above))
 
-    def apart(self, other: ErrorScale, between: float, quantile: float) -> float:
+    def apart(self, other: Self, between: float, quantile: float) -> float:
         """ln of the ratio that two measurements may differ in, where the predictions are equal: what both predictions share
         does not count."""
         kinds = {*self.causes, *other.causes}
@@ -175,7 +174,6 @@ def of_network(errors: TimeErrors) -> TimeErrors:
 
 
 def uncertainties(errors: TimeErrors, machine: Machine) -> Iterator[tuple[RateKind, float]]:
-    """The uncertainty of each kind on a machine."""
     beyond = max(0.0, math.log2(machine.ranks / errors.ranks))
     for kind, size in errors.sizes.items():
         if kind is RateKind.COMPUTING and machine.device.name not in errors.devices:

@@ -22,13 +22,11 @@ Norms, activations and losses take as long as copies of as many bytes (`UnitShap
 not been compared with measured steps of a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Self
 
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.models.presets import timed_config
@@ -102,7 +100,7 @@ class Calibration:
         return [steps[str(i)] for i in range(len(self._steps), len(steps))]
 
     @classmethod
-    def of(cls, each: Sequence[Mapping[str, Any]], **fields: Any) -> Calibration:
+    def of(cls, each: Sequence[Mapping[str, Any]], **fields: Any) -> Self:
         """Makes one from the probes of every rank, and the other fields."""
         return cls(probes=_mean(each), **fields)
 
@@ -208,7 +206,7 @@ class Calibration:
     def _host(self, backend: str, rates: Rates) -> HostOverhead:
         """The overhead per step, collective and tensor, from the unexplained time of the small models' steps."""
         unexplained = {
-            role: (seconds, model.sends, sum(len(unit.parameters) for unit in model.units))
+            role: (seconds, model.sends.total(), sum(len(unit.parameters) for unit in model.units))
             for role, (seconds, model) in self._unexplained(backend, rates).items()
         }
         deep, shallow, whole = unexplained["deep"], unexplained["shallow"], unexplained.get("whole")
@@ -235,8 +233,7 @@ class Calibration:
 
     def _with_overlap(self, backend: str, rates: Rates) -> Rates:
         """The rates with the interference or stretch that predicts the step of role "overlap", by bisection (it grows
-        with both). Where the network is so slow that computing hides little of it, interference has no part in that,
-        and stays."""
+        with both). Where the network is so slow that computing hides little of it, interference stays."""
         steps = [step for step in self._steps if step[0] == "overlap" and step[1].strategy.backend == backend]
         if not steps:
             return rates
@@ -279,8 +276,7 @@ def _curves(rows: Mapping[str, Sequence[Sequence[float]]], size: int) -> dict[st
 
 
 def _mean(each: Sequence[Any]) -> Any:
-    """The mean of nested values of one structure, number by number. (Computing and waiting add up to the same time on every
-    rank.)"""
+    """The mean of nested values, number by number. (Computing and waiting add up to the same time on every rank.)"""
     first = each[0]
     if isinstance(first, Mapping):
         return {key: _mean([one[key] for one in each]) for key in first}

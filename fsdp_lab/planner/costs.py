@@ -150,8 +150,7 @@ class Computing:
         return products + other + scores - self.product_s(replace(unit, products=last))
 
     def optimizer_s(self, elements: float) -> float:
-        """One update of a rank's shard. Measured are AdamW and SGD without arguments; others are in proportion to memory
-        traffic."""
+        """One update of a rank's shard. Measured are plain AdamW and SGD; others are in proportion to their traffic."""
         optimizer = self.spec.workload.torch_optimizer
         each = update_bytes(optimizer)
         if self.device.measured is None:
@@ -176,8 +175,7 @@ def saved_bytes(unit: UnitShape, tokens: int, dtype: str) -> float:
 def traffic_bytes(
     unit: UnitShape, tokens: int, dtype: str, traffic: Bytes | None, *, fused: bool
 ) -> tuple[float, float]:
-    """Bytes of the forward and the backward of one sample, from the traffic of a token; None: in proportion to what is
-    saved."""
+    """Bytes of a sample's forward and backward, from the traffic of a token; None: in proportion to what is saved."""
     size = unit.share * tokens * BYTES[dtype] / 2
     if traffic is None:
         traffic, size = PER_SAVED, saved_bytes(unit, tokens, dtype)

@@ -27,8 +27,7 @@ class Curve:
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[float]]) -> Curve:
-        """Makes one from rows [size, seconds] in any order; equal sizes are averaged. Raises ValueError if there are
-        none."""
+        """From rows [size, seconds] in any order; equal sizes are averaged. Raises ValueError if there are none."""
         by_size: dict[float, list[float]] = {}
         for size, seconds in rows:
             by_size.setdefault(size, []).append(max(seconds, 1e-9))

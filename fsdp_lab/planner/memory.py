@@ -4,8 +4,6 @@ The model's tape of one step (`fsdp_lab.planner.model_shape`) is replayed with t
 schedule the backend's `MemoryModel` allocates and frees what it gathers, keeps and sends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -176,8 +174,7 @@ def _distinct_micro_batches(spec: Spec) -> list[int]:
 
 
 def tape_of(shape: ModelShape, spec: Spec) -> Sequence[TapeSegment]:
-    """The tape of the Spec's precision and recompute. For a model of one unit, "every:K" is treated as "none", which is an
-    upper bound."""
+    """The tape of the Spec's precision and recompute. Of a single unit "every:K" counts as "none", an upper bound."""
     s = spec.strategy
     name = arithmetic(s)
     plain = shape.tapes[name]

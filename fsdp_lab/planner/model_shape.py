@@ -47,8 +47,7 @@ class SizeFormula:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The work that a pass launches on a GPU: the number of all kernels, and the bytes that those beside matrix products and
-    attention read and write."""
+    """What a pass launches on a GPU: the number of kernels, and the bytes that all but products and attention move."""
 
     count: float
     size: SizeFormula
@@ -190,8 +189,10 @@ class ModelShape:
         sequence = [units.number(_unit_to_dict(unit)) for unit in self.units]
 
         def to_row(segment: TapeSegment) -> list[int]:
-            row = [_change_to_list(c, sizes.number(_terms(c.size))) for c in segment.changes]
-            p = segment.point
+            row, p = [], segment.point
+            for c in segment.changes:
+                whose = () if c.index < 0 else (c.index,) if c.unit is None else (c.index, c.unit)
+                row.append([_KINDS.index(c.kind), sizes.number(_terms(c.size)), *whose])
             return [_DIRECTIONS.index(p.direction), p.call, _MOMENTS.index(p.moment), changes.number(row)]
 
         tapes = {name: [to_row(segment) for segment in tape] for name, tape in self.tapes.items()}
@@ -250,11 +251,6 @@ def _terms(size: SizeFormula) -> list[list[float]]:
 
 def _size(terms: Any) -> SizeFormula:
     return SizeFormula(tuple((b, t, c) for b, t, c in terms))
-
-
-def _change_to_list(change: TapeChange, size: int) -> list[int]:
-    whose = () if change.index < 0 else (change.index,) if change.unit is None else (change.index, change.unit)
-    return [_KINDS.index(change.kind), size, *whose]
 
 
 def _change_from_list(row: Sequence[int], sizes: Sequence[SizeFormula]) -> TapeChange:

@@ -1,13 +1,11 @@
 """`plan`: the predicted memory and time of a Spec on a machine, in milliseconds, as a `Plan`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
-from typing import Any
+from typing import Any, Self
 
 from fsdp_lab.base.errors import ArgumentError, SpecError
 from fsdp_lab.base.events import Role
@@ -20,7 +18,6 @@ from fsdp_lab.planner.bands import (
     Band,
     CalibratedErrors,
     ErrorScale,
-    Quantiles,
     TimeErrors,
     error_scale,
     of_network,
@@ -125,23 +122,18 @@ class Plan:
         """The interval that holds the measured step time with this probability."""
         return self.scale.band(self.step_time_s, self._errors.quantiles.at(level))
 
-    def is_apart(self, other: Plan) -> bool:
+    def is_apart(self, other: Self) -> bool:
         """Returns whether the step times of two plans for one machine differ by more than their ratio is uncertain."""
         ratio = abs(math.log(self.step_time_s / other.step_time_s))
         return ratio > self.scale.apart(other.scale, self._errors.between, self._errors.quantiles.at(COVERED))
 
     def tokens_per_s_band(self, level: float = COVERED) -> Band:
-        """The band of the tokens per second of all ranks."""
         return self.step_time_band_s(level).inverse(self.tokens)
 
-    def memory_band_bytes(self, of_bytes: float, level: float = COVERED) -> Band:
+    def memory_band_bytes(self, of_bytes: float) -> Band:
         """The interval around a predicted peak."""
-        width = self._memory_errors.at(level)
+        width = MEMORY_ERRORS[self.machine.device.type].at(COVERED)
         return Band(of_bytes * math.exp(-width), of_bytes * math.exp(width))
-
-    @property
-    def _memory_errors(self) -> Quantiles:
-        return MEMORY_ERRORS[self.machine.device.type]
 
     @property
     def fits_probability(self) -> float:
@@ -149,7 +141,9 @@ class Plan:
         available = self.margin_bytes + self.memory.reserved_bytes
         if available <= 0:
             return 0.0
-        return self._memory_errors.probability_below(math.log(available / self.memory.reserved_bytes))
+        return MEMORY_ERRORS[self.machine.device.type].probability_below(
+            math.log(available / self.memory.reserved_bytes)
+        )
 
     @property
     def binding(self) -> str:
@@ -165,7 +159,7 @@ class Plan:
         text = "".join(f"<p>{escape(line)}</p>" for line in sentences(self))
         return f"{text}{time_table(self)._repr_html_()}{memory_table(self)._repr_html_()}"
 
-    def within(self, limit_bytes: int) -> Plan:
+    def within(self, limit_bytes: int) -> Self:
         """The same plan with a memory limit per device."""
         return replace(self, machine=self.machine.limited(limit_bytes))
 

@@ -4,8 +4,6 @@
 micro-batches are fewer. All candidates that fit are simulated; none is dropped by a heuristic.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -110,14 +110,9 @@ class StepModel:
             optimizer_s=optimizer,
         )
 
-    @property
-    def sends(self) -> int:
-        """Number of collectives of a micro-batch; on a GPU, of gathers and reductions that the host issues."""
-        return self._sends.total()
-
     @functools.cached_property
-    def _sends(self) -> Counter[tuple[int, Direction]]:
-        """`sends` by unit and direction."""
+    def sends(self) -> Counter[tuple[int, Direction]]:
+        """Collectives of a micro-batch by unit and direction; on a GPU, gathers and reductions that the host issues."""
         counts = Counter[tuple[int, Direction]]()
         for a in self._schedule.actions:
             if a.phase in SENDING:
@@ -136,7 +131,7 @@ class StepModel:
         }
         for direction, seconds in alone.items():
             for i in range(len(seconds)):
-                seconds[i] = seconds[i] + send_s * self._sends[i, direction] + self._copies_s[i, direction]
+                seconds[i] = seconds[i] + send_s * self.sends[i, direction] + self._copies_s[i, direction]
         return alone
 
     @functools.cached_property
@@ -173,7 +168,6 @@ class StepModel:
         ).run()
 
     def _issue_s(self, action: Action, *, reduces: bool = True) -> float:
-        """Seconds of the host to issue an action."""
         if action.phase is Phase.COMPUTE and computes(action, self._schedule):
             return self.works[action.unit].issue_s[action.point.direction]
         elements = self._elements(action) if action.phase in SENDING else 0
@@ -362,8 +356,6 @@ def schedule_of(units: int, rules: Rules) -> Schedule:
 
 @dataclass(eq=False)
 class Simulation:
-    """A simulation of one micro-batch."""
-
     schedule: Schedule
     seconds: Callable[[Action], float]  # of each action alone
     _: KW_ONLY

@@ -8,11 +8,10 @@ The wire raises the exception at the next collective, so that no code of ours is
 
 Note: after an abort. First the ranks agree on the last committed step (`_settle`): a rank that was waiting for a vote's
 result when a peer already had it takes the result from the peer's record and commits too; all others discard the step.
+A rank whose device had the result, but whose host had not read it, first finds that out (`Trainer.read_vote`).
 On the next call all ranks see that this epoch was aborted and open new process groups under the next one (`reopen`); then
 each rebuilds its backend from its own master shards, since a wrapper that was left in the middle of a backward cannot be
 used again (`Lifecycle.rebuild`)."""
-
-from __future__ import annotations
 
 import contextlib
 import json
@@ -286,9 +285,9 @@ class AbortProtocol:
 
     def _settle(self, trainer: Trainer) -> None:
         """Agree on the last committed step. Raises RankAborted if a rank, or rank 0's store, does not answer."""
-        mine = trainer.progress.step
-        deadline_s = time.perf_counter() + _SETTLE_S
         try:
+            trainer.read_vote(aborted=True)
+            mine, deadline_s = trainer.progress.step, time.perf_counter() + _SETTLE_S
             self.record(trainer, settled=True)
             for rank in range(self._info.world_size):
                 record = self._await_record(rank, mine, deadline_s)

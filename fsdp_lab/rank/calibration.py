@@ -4,8 +4,6 @@ Every figure is a mean over some time, not the best of many: a step loses to its
 timed behind a computation, as in a step, so that waiting for the last rank is included. `fsdp_lab.planner.calibration`
 describes how the figures are used."""
 
-from __future__ import annotations
-
 import gc
 import math
 import time
@@ -24,7 +22,7 @@ from fsdp_lab.backends import build, fill
 from fsdp_lab.backends.base import DTYPES
 from fsdp_lab.base.process import ranks_per_host
 from fsdp_lab.engine import collectives
-from fsdp_lab.engine.extras.scaling import Scaler
+from fsdp_lab.engine.extras.dropin import Scaler
 from fsdp_lab.rank.prepare import LONGEST_S, Preparation, is_over_nccl, timed_on_device
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset

@@ -8,8 +8,6 @@ incomplete checkpoint and blocks no other rank. The files are safetensors in the
 Distributed Checkpoint, whose readers read them too (`write_shard`, `read_shards`). The layout is known beforehand
 (backends/state.py), so that there is nothing to negotiate."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -34,7 +32,7 @@ from fsdp_lab.backends.state import Chunk, Layout, gather_json
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.hang import LongWork
 from fsdp_lab.base.process import host_id
-from fsdp_lab.engine.extras.scaling import Scaler
+from fsdp_lab.engine.extras.dropin import Scaler
 from fsdp_lab.rank.heartbeat import LongWorkLog
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.trainer import Trainer, TrainingProgress

@@ -2,8 +2,6 @@
 module in the middle of the model (so that the backends' own hooks have run), on the gradient of its output, or on the
 optimizer. Faults of the link belong to the wire (`WireContext.cut_link`, `WireContext.link`)."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os
@@ -35,26 +33,26 @@ class FaultInjector:
 
     def __init__(self, info: RankInfo, context: WireContext) -> None:
         self._info, self._context = info, context
-        self._armed: list[ArmedFault] = []
+        self.armed: list[ArmedFault] = []
         self.link: Link | None = None  # the slower link that a fault has set
 
     def arm(self, fault: Fault, link: Link | None = None) -> bool:
         """Arm a fault if it is for this rank, and return whether it is. `link`: the link of a fault of kind "slow"."""
         mine = self._info.rank in fault.ranks
         if mine:
-            self._armed.append(ArmedFault(fault, lambda: self._happen(fault, link)))
+            self.armed.append(ArmedFault(fault, lambda: self._happen(fault, link)))
         return mine
 
     def disarm(self) -> int:
         """Remove all faults, and restore the link. Returns how many faults had not happened yet."""
-        count, self._armed, self.link = len(self._armed), [], None
+        count, self.armed, self.link = len(self.armed), [], None
         self._context.restore_link()
         return count
 
     @contextmanager
     def during(self, trainer: Trainer) -> Iterator[None]:
         """The context of one step. Faults that happen in it are not armed any more."""
-        due = [armed for armed in self._armed if armed.due(trainer.progress.step)]
+        due = [armed for armed in self.armed if armed.due(trainer.progress.step)]
         if not due:
             yield
             return
@@ -64,7 +62,7 @@ class FaultInjector:
         finally:
             for handle in handles:
                 handle.remove()
-            self._armed = [armed for armed in self._armed if not armed.happened]
+            self.armed = [armed for armed in self.armed if not armed.happened]
 
     def _happen(self, fault: Fault, link: Link | None) -> None:
         match fault.kind:

@@ -5,8 +5,6 @@ The thread reads only what the wire context has anyway; it is not the abort moni
 needs the interpreter: a rank whose process is stopped, or whose native code holds the GIL, sends nothing, which is how that
 is detected."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

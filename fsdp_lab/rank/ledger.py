@@ -359,6 +359,7 @@ def _uncompiled(function: Callable[..., Any]) -> Any:
 _NCCL = {
     "AllGather": "all_gather",
     "ReduceScatter": "reduce_scatter",
+    "AllReduce_Sum_f64": "control",  # the vote; nothing else is sent in float64
     "AllReduce": "all_reduce",
     "Broadcast": "broadcast",
 }

@@ -7,8 +7,6 @@ its state is freed that is not on all ranks in the new one. After an abort the r
 (`_settle`) and rebuild the old Spec from where its state is. If some rank had finished, all had received everything,
 and the others finish too. Meanwhile no checkpoint can be taken, since no layout has all of the state."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from fsdp_lab.backends.base import drop_slots, return_memory, update_hyperparame
 from fsdp_lab.backends.state import SuspendedState, gather_json, resume_state, suspend_state, together
 from fsdp_lab.backends.transfer import StateSource, StateTransfer
 from fsdp_lab.base.hang import LongWork
-from fsdp_lab.engine.extras.scaling import Scaler
+from fsdp_lab.engine.extras.dropin import Scaler
 from fsdp_lab.models.batches import Batches
 from fsdp_lab.models.check import notes_on
 from fsdp_lab.models.own import skeleton_of

@@ -10,8 +10,6 @@ Note: memory. Sizes do not change between two switches, so most of them are foun
 gradients and optimizer state when they first exist, and the peak and its composition in a ledger step (ledger.py). An
 ordinary step adds what the allocator, the driver and the system report."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math
@@ -89,6 +87,7 @@ class StepMeter:
         self._process = psutil.Process()
         self._parameters = backend.parameter_bytes()
         self._gradients = self._optimizer = 0  # bytes, when they first exist
+        self._held_bytes = 0  # at the end of a step, and not between steps
         self._limit, self._loading_bytes = limit_bytes(info.device), loading_bytes
         self.ledger = ledger
         self._recompiled = Recompilations()
@@ -97,6 +96,7 @@ class StepMeter:
         self._trace: StepTrace | None = None  # of the step in progress, or the last one
         self._start_s = 0.0
         self._start: Any = None
+        self._given_up = False  # so that nothing waits for the device
         self._anchor: tuple[Any, float] | None = None
 
     @property
@@ -112,13 +112,12 @@ class StepMeter:
         self._recompiled.take()
         self._trace = StepTrace(self._backend.unit_modules(), self._device) if traced else None
         self._curve = ()
-        if self._streams is None:
-            self._context.start_timing()
-        else:
+        if self._streams is not None:
             if self._anchor is None:  # the first of a chunk of steps
                 self._streams.synchronize()
                 self.synchronised()
             self._start = self._streams.mark()
+        self._context.start_timing(self._anchor)
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
         self._start_s = time.perf_counter()
@@ -133,21 +132,18 @@ class StepMeter:
         finally:
             self._recording = None
 
-    def synchronised(self) -> None:
-        """Call it when the host has just waited for the device's current stream."""
+    def synchronised(self, mark: Any = None) -> None:
+        """Call it when the host has just waited for the device's current stream, or for a mark."""
         if self._streams is not None:
-            self._context.read_timing()
-            self._context.start_timing()
-            self._anchor = (self._streams.mark(), time.perf_counter())
+            self._anchor = (mark or self._streams.mark(), time.perf_counter())
 
     def pause(self, *, wait: bool = True) -> None:
         """Call it after the last of some steps; waits for the device, so that everything can be read. The next step begins
         with a mark of its own, as times of far apart marks are not exact."""
         if self._streams is not None:
-            self._anchor = None
+            self._anchor, self._given_up = None, not wait
             if wait:
                 self._streams.synchronize()
-                self._context.read_timing()
 
     def part(self, name: str) -> None:
         """Begin the next part of the step: "forward", "backward" or "optimizer"."""
@@ -170,15 +166,17 @@ class StepMeter:
         """Call it when there will be more state than `after_update` found."""
         self._optimizer = 0
 
-    def end(self) -> StepReader:
-        """Call it after the context of a step; does not wait for the device. What it returns is called after `synchronised`
-        or `pause`; `begin_s` is on this rank's clock. Where the device has not ended the step, its time is the host's, and
-        it has no spans."""
+    def end(self, *, gradients: bool = False) -> StepReader:
+        """Call it after the context of a step; does not wait for the device. `gradients`: they are still held. What it
+        returns waits for the step's end; `begin_s` is on this rank's clock. Where the device has not ended the step after a
+        `pause` that did not wait, its time is the host's, and it has no spans."""
+        read_times = self._context.end_timing()
         if self._streams is None:
-            self._context.read_timing()
+            read_times()
         start_s, end_s, begin, anchor = self._start_s, time.perf_counter(), self._start, self._anchor
         end: Any = None if self._streams is None else self._streams.mark()
         collectives, copies = self._context.meter.take(), self._context.meter.take_copies()
+        self._held_bytes = self._gradients if gradients else 0
         measured: dict[str, Any] = {"end_unix_s": time.time(), "memory": self._memory(), "memory_curve": self._curve}
         measured |= {"recompiled": self._recompiled.take()}
         trace_of_step = self._trace
@@ -186,7 +184,10 @@ class StepMeter:
         def read() -> dict[str, Any]:
             begin_s, seconds, trace = start_s, end_s - start_s, trace_of_step
             if self._streams is not None:
+                if not self._given_up:
+                    end.synchronize()
                 if anchor is not None and end.query():
+                    read_times()
                     begin_s = anchor[1] - begin.elapsed_time(anchor[0]) / 1e3  # which was reached at a known time
                     seconds = begin.elapsed_time(end) / 1e3
                 else:
@@ -229,7 +230,9 @@ class StepMeter:
             return traffic(collectives)
         kernels = None if self.ledger is None else self.ledger.kernels
         seen = {} if kernels is None or kernels.exposed_s is None else kernels.exposed_s
-        unknown = {c.kind for c in collectives if not seen or c.start_s is not None}  # these went over NCCL
+        unknown = {c.kind for c in collectives if not seen or c.start_s is not None} - {
+            "control"
+        }  # these went over NCCL
         if "other" in seen:  # a sum in rank order is sent by kernels of another name
             unknown = set()
         return traffic(collectives, {**exposed(collectives), **dict.fromkeys(unknown, math.nan), **seen})
@@ -275,7 +278,7 @@ class StepMeter:
             m,
             peak_bytes=peak,
             at_peak=dataclasses.replace(classes, other_bytes=max(0, other), activations_bytes=activations),
-            allocated_bytes=torch.cuda.memory_allocated(self._device),
+            allocated_bytes=torch.cuda.memory_allocated(self._device) - self._held_bytes,
             reserved_bytes=reserved,
             outside_bytes=max(0, total - free - reserved),
         )

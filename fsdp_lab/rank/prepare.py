@@ -2,8 +2,6 @@
 
 Either all ranks refuse a Spec, or none does."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -18,8 +18,6 @@ such memory (macOS) it is a file in a private folder, which rank 0 removes at it
 - A rank that is stopped or killed within a request can leave the lock taken, or a part of an entry. Then the others wait
   as they do for a stopped rank 0 over TCP: `BoundedStore` gives up, and what waits without it the kernel finds to hang."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

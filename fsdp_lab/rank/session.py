@@ -1,8 +1,6 @@
 """`Session`: one rank, from the first rendezvous to the end, over all its trainings. The kernel, or
 `python -m fsdp_lab.rank` under torchrun, calls the same methods on every rank, which return plain values."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os
@@ -145,20 +143,12 @@ class Session:
     def _spec(self, given: Mapping[str, Any]) -> Spec:
         return Spec.from_dict(given).with_code(self._code)
 
-    def apply(
-        self,
-        run: str,
-        spec: Mapping[str, Any],
-        fresh: bool = False,
-        evaluated: int = 0,
-        prompts: Sequence[str] = (),
-        sampling: Mapping[str, Any] = {},
-    ) -> dict[str, Any]:
-        """Make `spec` the training of the next `train`; collective. Refused unless `evaluated` samples are held out and its
-        model can continue `prompts`; a refusal changes nothing. Live state moves into the new layout, unless `fresh`, or a
-        field of LINEAGE differs: then training starts at step 0. Returns what `_applied` does."""
+    def apply(self, run: str, spec: Mapping[str, Any], fresh: bool = False, **required: Any) -> dict[str, Any]:
+        """Make `spec` the training of the next `train`; collective. Refused where it cannot be evaluated as `required` (see
+        `_evaluable`), which changes nothing. Live state moves into the new layout, unless `fresh`, or a field of LINEAGE
+        differs: then training starts at step 0. Returns what `_applied` does."""
         start_s = time.perf_counter()
-        wanted, require = self._spec(spec), _evaluable(evaluated, prompts, sampling)
+        wanted, require = self._spec(spec), _evaluable(**required)
         with self._exclusive():
             carried = self._lifecycle.apply(run, wanted, require, fresh=fresh)
         return self._applied(start_s, carried=carried)
@@ -191,12 +181,14 @@ class Session:
             try:
                 self._reopen()
                 trainer = self._lifecycle.require()
+                begin = trainer.progress.step
                 with self.context.emulating(self._faults.link or self._lifecycle.emulation.link):
-                    for i in range(steps):
-                        at = trainer.progress.step
+                    for at in range(begin, begin + steps):
+                        now = (is_last := at == begin + steps - 1) or at in checks or at in evaluations
                         with self._faults.during(trainer), self._patient_step(trainer):
-                            ended = trainer.advance(ledger=at in ledgers, traced=i == steps - 1)
-                        if at in checks or at in evaluations or i == steps - 1:
+                            late = not (now or self._faults.armed)
+                            ended = trainer.advance(ledger=at in ledgers, traced=is_last, late=late)
+                        if now:
                             ended += trainer.finish()
                         if at in checks:
                             ended[-1] = trainer.checked(ended[-1])
@@ -209,7 +201,10 @@ class Session:
                             self._publish(ended, events)
             except BaseException as e:
                 self._publish(trainer.finish(wait=False), events)
-                self._protocol.abort_step(trainer, e)
+                try:
+                    self._protocol.abort_step(trainer, e)
+                finally:  # the step before was committed, if the device had its vote
+                    self._publish(trainer.finish(wait=False), events)
                 stopped = True
             else:
                 self._protocol.record(trainer, settled=False)
@@ -336,19 +331,11 @@ class Session:
         drop(path)
         return {}
 
-    def restore(
-        self,
-        run: str,
-        spec: Mapping[str, Any],
-        path: str,
-        evaluated: int = 0,
-        prompts: Sequence[str] = (),
-        sampling: Mapping[str, Any] = {},
-    ) -> dict[str, Any]:
+    def restore(self, run: str, spec: Mapping[str, Any], path: str, **required: Any) -> dict[str, Any]:
         """As `apply`, with the values of the checkpoint at `path`, which may be of another backend, sharding and number of
         ranks. Raises FieldError if it is incomplete, or of another training; the live training may be dropped then."""
         start_s = time.perf_counter()
-        wanted, require = self._spec(spec), _evaluable(evaluated, prompts, sampling)
+        wanted, require = self._spec(spec), _evaluable(**required)
         with self._exclusive():
             notes = self._lifecycle.restore(run, wanted, str(on_this_host(path)), require)
         return self._applied(start_s, carried=True, notes=notes)
@@ -524,12 +511,12 @@ class Session:
         )
 
 
-def _evaluable(samples: int, prompts: Sequence[str], sampling: Mapping[str, Any]) -> Require:
-    """Raises FieldError where so many samples cannot be evaluated, or these prompts not continued."""
+def _evaluable(evaluated: int = 0, prompts: Sequence[str] = (), sampling: Mapping[str, Any] = {}) -> Require:
+    """Raises FieldError where fewer than `evaluated` samples are held out, or the model cannot continue the prompts."""
     wanted = Sampling(**sampling)
 
     def require(spec: Spec, batches: Batches) -> None:
-        batches.check_held_out(samples)
+        batches.check_held_out(evaluated)
         if prompts:
             encoded(spec, batches, prompts, wanted)
 

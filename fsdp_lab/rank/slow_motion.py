@@ -2,8 +2,6 @@
 Between two phases nothing computes on this rank, so its shards and buffers can be inspected (`holdings`). Phases contain
 collectives, so all ranks must be stepped alike. `SlowMotionStep`: such a step of a `Trainer`, as `PhaseSnapshot`s."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

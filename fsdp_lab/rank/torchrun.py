@@ -1,7 +1,4 @@
-"""This process as a rank, by the variables that torchrun sets: `main` trains a Spec, `init_process_group` is for scripts of
-one's own."""
-
-from __future__ import annotations
+"""This process as a rank, by torchrun's variables: `main` trains a Spec, `init_process_group` is for other scripts."""
 
 import argparse
 import atexit

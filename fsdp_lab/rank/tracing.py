@@ -1,5 +1,4 @@
-"""`StepTrace`: when a rank computed what in one step, unit by unit, for every backend. `compare_clocks`: offsets
-between ranks.
+"""`StepTrace`: when a rank computed what in a step, by unit, on every backend. `compare_clocks`: offsets of ranks.
 
 Note: marks. A thread does one thing at a time, so a mark says what it computes from now on. A unit's forward is marked by
 hooks before and after its modules, its backward by hooks on their output tensors (it begins when gradients arrive) and input
@@ -10,15 +9,13 @@ Note: clocks. A few all-gathers of the ranks' own times bound the offset of each
 has the result before rank 0 gave its part, and rank 0 not before this rank gave its own. The offset is the middle of the two
 closest bounds, as in Marzullo's intersection of intervals (1984), and half their distance is the error."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +40,7 @@ class StepTrace:
         self._open: list[str] = []  # units whose forward or backward is in progress, outermost first
         self.begin_s = 0.0
 
-    def __enter__(self) -> StepTrace:
+    def __enter__(self) -> Self:
         for name, module in self._units:
             self._install(name, module)
         self.begin_s = time.perf_counter()

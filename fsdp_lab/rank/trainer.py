@@ -7,9 +7,15 @@ every rank has all its gradients. If a step is aborted before the vote, all rank
 waits for the result, the others decide: a rank that has the result has committed, and passes it on (abort.py). No rank
 applies a result that is not finite, unless fp16's loss scale can still be lowered.
 
-Note: one synchronisation a step. Loss and norm are read from the device together, right before the vote: the only point of
-a step at which the host waits for a GPU. The update is timed by marks on the device's stream that are read at the next
-step's vote, so the event of a step is complete one step later (`advance`), or when `finish` waits for the device.
+Note: one synchronisation a step. Loss and norm are read from the device together, the only point of a step at which the host
+waits for a GPU. The update is timed by marks on its stream that are read in the next step, so the event of a step is
+complete one step later (`advance`), or when `finish` waits for the device.
+
+Note: the vote of a GPU. Over NCCL, and on one rank, the device sums the votes, and the host reads the result before the
+update; or, where nothing needs it earlier (`_reads_late`), when the next step begins, while the device updates. It does not
+where the result is not finite or not all have voted: the third number of a vote is 1, or nan where loss or norm are not
+finite or the rank was aborted. Until it is read the gradients stay and the step is not committed. So a rank whose device has
+the result has committed, and others still can. Ranks that share a GPU, offload, and hybrid sharding vote on the host.
 
 Note: bits of the norm. Squares are summed in float64, where a square of an fp32 number is exact, and the norm is rounded
 to fp32's precision. So neither it nor clipped gradients depend on how backends cut gradients into tensors and shards.
@@ -17,8 +23,6 @@ to fp32's precision. So neither it nor clipped gradients depend on how backends 
 Note: where a NaN began (`not_finite`). A loss belongs to one rank; a gradient shard is a sum over ranks, so that a NaN of
 one rank is in all shards. So if the losses are finite, the step, which no rank has applied, is computed again, and each
 rank checks its own summands."""
-
-from __future__ import annotations
 
 import dataclasses
 import hashlib
@@ -38,7 +42,7 @@ from fsdp_lab.backends.base import scale_rates
 from fsdp_lab.backends.state import ForwardState, gather_json
 from fsdp_lab.base.events import Carrier, StepEvent
 from fsdp_lab.base.tensors import map_tensors
-from fsdp_lab.engine.extras.scaling import Scaler
+from fsdp_lab.engine.extras.dropin import Scaler
 from fsdp_lab.engine.schedule import Phase
 from fsdp_lab.models.batches import Batches
 from fsdp_lab.models.flops import BestPeak
@@ -117,6 +121,8 @@ class Trainer:
         # A committed step without its event, and what the host knows of it: the device may still be at its update.
         self._ended: tuple[StepReader, dict[str, Any]] | None = None
         self._complete_events: list[StepEvent] = []  # that were not returned
+        self._unread: tuple[Tensor, Any] | None = None  # see `_update_guarded`
+        self._fields: dict[str, Any] = {}  # known of the event of the newest step
         self._steps_here = 0
         self._ledger_due = ledger is None
 
@@ -125,38 +131,37 @@ class Trainer:
         events = self.advance(slow=slow, ledger=ledger, traced=traced)
         return [*events, *self.finish()][-1]
 
-    def advance(self, *, slow: bool = False, ledger: bool = False, traced: bool = False) -> list[StepEvent]:
+    def advance(
+        self, *, slow: bool = False, ledger: bool = False, traced: bool = False, late: bool = False
+    ) -> list[StepEvent]:
         """Forward, backward, vote, update. `slow`: it is stopped between phases; `traced`: its event gets spans;
         `ledger`: it is a ledger step. The third step after a switch always is one; an earlier request is postponed until
-        then. Returns the events that are complete now: on a CPU this step's, on a GPU that of the step before, if it was
-        not returned. Raises RankAborted or WireTimeout if it is aborted, NotFinite if it cannot be applied."""
+        then. `late`: a step follows, which may read its vote. Returns the events that are complete now: on a CPU its own, on
+        a GPU that of the step before, if it was not returned. Raises RankAborted or WireTimeout if it is aborted, NotFinite
+        if it, or the step before, cannot be applied."""
+        self.read_vote()
         self._ledger_due = self._ledger_due or ledger
         busy = slow or torch.autograd._profiler_enabled()  # only one profiler can be active
         ledger = self._ledger_due and self._steps_here >= _LEDGER_STEP and not busy
         inspected = self.backend.begin_step(self.progress.step)
         carriers = self.carriers() if self.is_first else ()  # here nothing else is held than between steps
         self._forward_state.copy()
-        with self.meter.step(ledger=ledger, traced=traced and not slow):
-            self.state = StepState.COMPUTING
-            scale, rate = self.scaler.scale, self._rate_factor()
-            total = self._accumulate()
-            loss, (mean_loss, norm, skipped) = self._vote_and_update(total)
-        fields = {
-            "step": self.progress.step - 1,
-            "samples": self.progress.samples,
-            "loss": loss,
-            "mean_loss": mean_loss,
-            "grad_norm": norm,
-            "lr": self.spec.workload.lr * rate,
-            "loss_scale": scale if self.scaler.enabled else None,
-            "skipped": skipped,
+        self._fields = {
+            "step": self.progress.step,
+            "samples": self.progress.samples + self.spec.global_batch,
+            "lr": self.spec.workload.lr * self._rate_factor(),
+            "loss_scale": self.scaler.scale if self.scaler.enabled else None,
             "first_after_switch": self.is_first,
             "carriers": carriers,
             "ledger": ledger,
             "inspected": inspected,
             "slow": slow,
         }
-        self._ended = self.meter.end(), fields
+        late = late and not (slow or ledger or traced or inspected) and self._reads_late()
+        with self.meter.step(ledger=ledger, traced=traced and not slow):
+            self.state = StepState.COMPUTING
+            self._vote_and_update(self._accumulate(), late=late)
+        self._ended = self.meter.end(gradients=self._unread is not None), self._fields
         self._steps_here += 1
         self._ledger_due = self._ledger_due and not ledger
         if not self.meter.runs_behind:
@@ -171,8 +176,11 @@ class Trainer:
     def finish(self, *, wait: bool = True) -> list[StepEvent]:
         """The events that are not returned yet, for which it waits for the device; without `wait`, as after an abort, it
         takes the times that are known now."""
+        if wait:
+            self.read_vote()
         self.meter.pause(wait=wait)
-        self._complete()
+        if self._unread is None:
+            self._complete()
         return self._taken()
 
     def _taken(self) -> list[StepEvent]:
@@ -240,47 +248,104 @@ class Trainer:
         first = int(self.batches.samples(self.progress.samples, micro)[0])
         return seeded(w.seed, first, device=device) if w.is_own else drawing(w.seed, first, device)
 
-    def _vote_and_update(self, total: Tensor) -> tuple[float, tuple[float, float, bool]]:
-        """Returns this rank's mean loss; and what `commit` does."""
+    def _vote_and_update(self, total: Tensor, *, late: bool) -> None:
         self.meter.part("optimizer")
-        loss, squared = self._loss_and_norm(total)
-        self.meter.synchronised()
-        self._complete()
+        vote = self._loss_and_norm(total)
         self.world.context.check()
         self.state = StepState.VOTING
-        vote = self._cast(loss, squared)
+        self._cast(vote)
+        if late and vote.numel() == 4:
+            self._update_guarded(vote)
+        else:
+            told = vote.tolist()
+            self.meter.synchronised()
+            self.world.context.check()
+            self._decide(told)
+        self._complete()  # of the step before, which the device has long ended
+
+    def _loss_and_norm(self, total: Tensor) -> Tensor:
+        """This rank's mean loss, and its vote: that, and its squared gradient norm; [3] on the host, or [4] on a device."""
+        squared = squared_norm(self.backend.gradients(), total.device)
+        mean = total.double() / self.spec.workload.accumulate
+        if not self.world.sums_on_device(squared):
+            loss, norm = _read(mean, squared)
+            return torch.tensor([loss, loss, norm if norm <= _LARGEST_SQUARE else math.inf], dtype=torch.float64)
+        squared = squared.masked_fill(squared > _LARGEST_SQUARE, math.inf)
+        alive = self.world.context.alive[0]  # copied as it is when the device comes here
+        alive = torch.empty_like(squared).copy_(alive, non_blocking=True)
+        return torch.stack([mean, mean, squared, alive + 0.0 * (mean + squared)])
+
+    def _cast(self, vote: Tensor) -> None:
+        """Sum all but the first number over the ranks; collective."""
+        self.world.control(vote[1:])
+
+    def _reads_late(self) -> bool:
+        """Whether a vote may be read after its update: not to clip, for fp16's scale, or in the first steps; and only where
+        the optimizer leaves an update out by a flag on the device, as torch's fused ones do (SGD not while it begins)."""
+        optimizer = self.backend.optimizer
+        is_guarded = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        if optimizer.defaults.get("momentum"):
+            is_guarded &= all(p in optimizer.state for group in optimizer.param_groups for p in group["params"])
+        needed = self.spec.workload.clip_norm is not None or self.scaler.enabled or self.backend.has_user_code
+        return is_guarded and not needed and self._steps_here > _LEDGER_STEP
+
+    def _update_guarded(self, vote: Tensor) -> None:
+        """Update, if the device finds that the vote allows it; `read_vote` commits, when the vote, [4], is on the host."""
+        streams: Any = self.world.context.streams
+        optimizer: Any = self.backend.optimizer
+        unread = streams.host_memory(4, torch.float64).copy_(vote, non_blocking=True), streams.mark()
+        optimizer.found_inf = (vote[3] != self.info.world_size).float()
+        try:
+            self._update()
+        finally:
+            del optimizer.found_inf
+        self._unread = unread
+
+    def read_vote(self, *, aborted: bool = False) -> None:
+        """Commit the step before, if its vote was not read, or raise as `advance`. `aborted`: only if the device had every
+        rank's vote before the abort; else it has updated nothing, and this rank is as one that waits for the result."""
+        if self._unread is None:
+            return
+        vote, mark = self._unread
+        comes_now = not mark.query()
+        mark.synchronize()
+        if not aborted:
+            self.world.context.check()
+            if comes_now:
+                self.meter.synchronised(mark)
+        ended, self._ended, self._unread = self._ended, None, None
+        if (told := vote.tolist())[3] == self.info.world_size or not aborted:
+            self._decide(told, updated=True)
+            self._ended = ended
+
+    def _decide(self, told: Sequence[float], *, updated: bool = False) -> None:
+        """Commit, or raise. told: as of `_loss_and_norm`, the vote summed. `updated`: by the device, if that allows it."""
+        loss, *vote = told[:3]
+        is_finite = all(map(math.isfinite, vote))
+        if is_finite and told[3:] not in ([], [self.info.world_size]):  # another rank was aborted, and will say why
+            self.world.barrier().wait()
+            raise RankAborted("a rank gave its vote up")
         overflows = self.scaler.enabled and self.scaler.scale > 1.0  # fp16's scale may be the cause, and can be lowered
-        if not (all(map(math.isfinite, vote)) or overflows):
+        if not (is_finite or overflows):
             step = self.progress.step
             raise not_finite(step=step, loss=loss, backend=self.backend, world=self.world, repeat=self._repeat)
-        return loss, self.commit(vote)
-
-    def _loss_and_norm(self, total: Tensor) -> tuple[float, float]:
-        """Returns this rank's mean loss and squared gradient norm. Waits for the device."""
-        loss, squared = _read(total, squared_norm(self.backend.gradients(), total.device))
-        return loss / self.spec.workload.accumulate, squared if squared <= _LARGEST_SQUARE else math.inf
-
-    def _cast(self, loss: float, squared: float) -> list[float]:
-        """Returns the sums over ranks; collective."""
-        vote = torch.tensor([loss, squared], dtype=torch.float64)
-        self.world.control(vote)
-        sums: list[float] = vote.tolist()
-        return sums
+        mean_loss, norm, skipped = self.commit(vote, updated=updated)
+        self._fields |= {"loss": loss, "mean_loss": mean_loss, "grad_norm": norm, "skipped": skipped}
 
     def _repeat(self) -> None:
         self.discard()
         self.state = StepState.COMPUTING
         self._accumulate()
 
-    def commit(self, vote: Sequence[float]) -> tuple[float, float, bool]:
-        """Update, or skip the update; every rank does the same with the same result. Not collective, so it cannot be
-        aborted. If it raises, it can be called again (abort.py): gradients are not scaled twice."""
+    def commit(self, vote: Sequence[float], *, updated: bool = False) -> tuple[float, float, bool]:
+        """Update, unless the device has, or skip the update; every rank does the same with the same result. Not collective,
+        so it cannot be aborted. If it raises, it can be called again (abort.py): gradients are not scaled twice."""
         mean_loss = vote[0] / self.info.world_size
         finite = math.isfinite(vote[1])
         norm = _rounded(math.sqrt(vote[1] / self.backend.replicas)) / self.scaler.scale if finite else math.inf
         skipped = not (math.isfinite(norm) and math.isfinite(mean_loss))  # fp16 overflow: see `_vote_and_update`
         self.meter.before_update()
-        if not skipped:
+        if not (skipped or updated):
             if self.state is StepState.VOTING:
                 factor, clip = 1.0 / self.scaler.scale, self.spec.workload.clip_norm
                 if clip is not None and norm > clip:
@@ -288,10 +353,7 @@ class Trainer:
                 if factor != 1.0:  # undoes the loss scale and clips, in one pass
                     torch._foreach_mul_(self.backend.gradients(), factor)
                 self.state = StepState.UPDATING
-            scale_rates(self.backend.optimizer, self._rate_factor())
-            with record_function(Phase.OPTIM.value):
-                self.backend.optimizer.step()
-            self.meter.after_update()
+            self._update()
         self.backend.optimizer.zero_grad(set_to_none=True)
         self.scaler.update(overflowed=skipped)
         self.progress.step += 1
@@ -299,6 +361,12 @@ class Trainer:
         self.progress.vote = tuple(vote)
         self.state = StepState.IDLE
         return mean_loss, norm, skipped
+
+    def _update(self) -> None:
+        scale_rates(self.backend.optimizer, self._rate_factor())
+        with record_function(Phase.OPTIM.value):
+            self.backend.optimizer.step()
+        self.meter.after_update()
 
     def discard(self) -> None:
         """Drop the step in progress, if any, with what its forwards have changed."""

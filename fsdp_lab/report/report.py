@@ -3,8 +3,6 @@
 Its pictures are drawn as in the dashboard, but static: curves over steps, bars a run, and timelines.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -13,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from bokeh.document import Document
@@ -146,7 +144,6 @@ def embedded(value: Any) -> str:
 
 
 def _field(value: Any) -> str:
-    """The value of a field of a Spec."""
     if isinstance(value, Mapping) and "param" not in value:
         return json.dumps(value)
     return "–" if value is None else describe_value("", value)
@@ -225,7 +222,7 @@ class Course:
     switches: tuple[tuple[int, str], ...] = ()  # step, what changed
 
     @classmethod
-    def of(cls, place: int, row: Row, run: RunView) -> Course:
+    def of(cls, place: int, row: Row, run: RunView) -> Self:
         changes = [(s.step, s.before.difference(s.after)) for s in switches_in_force(run.switches) if s.before]
         switches = tuple((step, describe_changes(difference)) for step, difference in changes if difference)
         return cls(place=place, row=row, steps=[s for s in run.events.steps() if s.is_whole], switches=switches)

@@ -4,8 +4,6 @@ A page has axes: fields with the values that a reader may choose. The answer of 
 is made, by the planner, and kept in a table of float32 columns. The script in the page finds a row of it and draws it.
 """
 
-from __future__ import annotations
-
 import base64
 import itertools
 import math

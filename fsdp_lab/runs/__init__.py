@@ -3,8 +3,6 @@
 The names below are imported when they are used, so that what stores runs works where ipyparallel is not installed.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from fsdp_lab.base import lazy_names

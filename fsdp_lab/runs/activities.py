@@ -1,7 +1,5 @@
 """`Activities`: what uses a lab's ranks, one at a time: a run, a sweep of runs in turns, or a step in slow motion."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence

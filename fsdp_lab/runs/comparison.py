@@ -4,15 +4,13 @@ Each run is compared under the Spec that was applied last. The rules for figures
 that for whether two runs computed the same in `fsdp_lab.runs.parity`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from string import ascii_uppercase
-from typing import Any
+from typing import Any, Self
 
 from fsdp_lab.base.errors import ArgumentError, is_whole
 from fsdp_lab.base.events import Role
@@ -92,7 +90,7 @@ class Comparison:
     @classmethod
     def of(
         cls, runs: Sequence[RunView | Refusal], *, baseline: str | int | None = 0, names: Sequence[str] | None = None
-    ) -> Comparison:
+    ) -> Self:
         """Compares runs, live or stored, and lists what was refused.
 
         Args:
@@ -283,7 +281,6 @@ def _row(run: RunView | Refusal, label: str, flat: Mapping[str, Any], differing:
 
 
 def _compared(row: Row, base_row: Row, run: RunView | Refusal, base: RunView) -> Row:
-    """The row with its parity and ratios."""
     if isinstance(run, Refusal):
         return row
     verdict = parity(base, run)

@@ -3,8 +3,6 @@
 Also the `Request`s that a run returns.
 """
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import threading

@@ -5,8 +5,6 @@ stored, and loops that are only watched. Times are medians of steps that count; 
 reason is named only where it costs much.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

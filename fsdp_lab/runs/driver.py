@@ -17,8 +17,6 @@ One lock, `RunControl.changed`, guards the state and the requests of `RunControl
 holds it, too, while it changes the Spec, the step and the switches together. It never waits for a rank with the lock held.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence

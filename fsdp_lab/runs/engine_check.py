@@ -4,8 +4,6 @@ It passes if the lab names no mistake (backends/yours.py), it computes the same 
 was asked for (`LIMITS`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

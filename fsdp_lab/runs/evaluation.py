@@ -4,12 +4,10 @@ Only losses of the same samples are comparable. So a switch that changes what is
 evaluations, and a restart from an earlier step discards those after it; the events keep them all.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from fsdp_lab.base.errors import SpecError, check_whole
 from fsdp_lab.base.generation import Sampling, checked_prompts
@@ -46,7 +44,7 @@ class EvalConfig:
             object.__setattr__(self, "prompts", checked_prompts(self.prompts, "evaluate.prompts"))
 
     @classmethod
-    def of(cls, given: EvalConfig | int | None) -> EvalConfig | None:
+    def of(cls, given: Self | int | None) -> Self | None:
         """An int is `every`. Raises ArgumentError."""
         return given if given is None or isinstance(given, cls) else cls(every=given)  # type: ignore[arg-type]
 

@@ -1,7 +1,5 @@
 """A lab in a notebook: its progress bar and table of ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator, Sequence

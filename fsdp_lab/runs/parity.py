@@ -19,8 +19,6 @@ as a mean over `ALIKE` steps, and the bound doubles every `ALIKE` steps up to `M
 that late, in runs that were not equal before, is detected only if it changes losses by as much.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

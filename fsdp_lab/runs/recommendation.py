@@ -8,8 +8,6 @@ lowest peak of these and of those within `WITHIN` of that time. A *toggle* is a 
 is judged from every pair of runs that differ in this field alone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -6,15 +6,13 @@ every element, as replicas do, they form an ordinary checkpoint (`REPLICA`). Oth
 or training begins again: with the same samples in the same order, so that the loss curve is the same.
 """
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from fsdp_lab.base.errors import ArgumentError, FieldError, SpecError, check_whole
 from fsdp_lab.base.formatting import plural
@@ -51,7 +49,7 @@ class RecoveryPolicy:
         check_whole("recover.times", self.times)
 
     @classmethod
-    def of(cls, given: RecoveryPolicy | str | bool | None) -> RecoveryPolicy:
+    def of(cls, given: Self | str | bool | None) -> Self:
         """A policy as it is, one of its `how`, or of a bool: True is "auto". Raises ArgumentError."""
         if isinstance(given, RecoveryPolicy):
             return given
@@ -179,8 +177,7 @@ def temporary_state(ranks: Cluster) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def whole_state(ranks: Cluster, statuses: Sequence[Mapping[str, Any]]) -> Iterator[Checkpoint]:
-    """The state of all ranks, as a checkpoint that is deleted at the end of the block. Raises SpecError: it could not be
-    written, and nothing has changed."""
+    """The state of all ranks, as a checkpoint that is gone after the block. Raises SpecError: it cannot be written."""
     with temporary_state(ranks) as root:
         state = rescue(ranks, dict(enumerate(statuses)), root)
         if isinstance(state, str):
@@ -194,8 +191,7 @@ def source_of(
     ranks: Cluster, statuses: Mapping[int, Mapping[str, Any]], run: str, folder: Path | None
 ) -> Iterator[tuple[str, Checkpoint | None]]:
     """The source from which a run with lost ranks continues: a replica or the newest checkpoint, whichever is later.
-    `folder`: of the run's checkpoints. A rescued one stays there; without a folder it is deleted at the end of the
-    block."""
+    `folder`: of the run's checkpoints. A rescued one stays there; without a folder it is gone after the block."""
     with contextlib.ExitStack() as stack:
         root = folder or stack.enter_context(temporary_state(ranks))
         saved = [c for c in checkpoints(folder) if c.run == run] if folder is not None else []
@@ -209,8 +205,7 @@ def source_of(
 
 def refitted(spec: Spec, ranks: int) -> tuple[Spec, tuple[str, ...]]:
     """The Spec for another number of ranks, and notes on what changes. The global batch is preserved where it can be
-    divided: by accumulating more or fewer micro-batches, else by smaller ones. Raises SpecError: the strategy is
-    impossible on so many ranks."""
+    divided: by accumulating more or fewer micro-batches, else by smaller ones. Raises SpecError of the strategy."""
     if ranks == spec.world_size:
         return spec, ()
     global_batch, micro_batch = spec.global_batch, spec.workload.micro_batch

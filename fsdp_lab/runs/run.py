@@ -5,8 +5,6 @@ leaves a request in `RunControl`, so a cell or a widget callback waits for the r
 a timeout.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading
@@ -14,7 +12,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from fsdp_lab.base.errors import ArgumentError, Cause, FieldError, SentenceError, SpecError
 from fsdp_lab.base.generation import Sampling, checked_prompts
@@ -52,7 +50,7 @@ class Run(RunControl, RunQueries, Awaited["Run"]):
         share: int | None = None,
         prepare: Callable[[Spec], None] = lambda spec: None,
         start: Checkpoint | None = None,
-        broken: Run | None = None,
+        broken: Self | None = None,
         **options: Any,
     ) -> None:
         """`share`: steps of a turn, after which the run is suspended until `take_turn` and others may use the ranks.
@@ -250,7 +248,7 @@ class Run(RunControl, RunQueries, Awaited["Run"]):
     def _given_up(self, blocking: bool) -> None:
         self.stop(STOP_S if blocking else 0, "interrupted")
 
-    def _outcome(self) -> Run:
+    def _outcome(self) -> Self:
         if self.state is RunState.FAILED and self.error is not None:
             raise self.error
         return self

@@ -1,12 +1,10 @@
 """Checkpoints of a run: `CheckpointConfig` (where, how often), `CheckpointSchedule` (when), `SavedCheckpoint` (results)."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from fsdp_lab.base.errors import FieldError, check_whole
 from fsdp_lab.cluster import ClusterError
@@ -32,15 +30,13 @@ class CheckpointConfig:
         object.__setattr__(self, "folder", check_folder(self.folder))
 
     @classmethod
-    def of(cls, given: CheckpointConfig | str | os.PathLike[str] | None) -> CheckpointConfig | None:
+    def of(cls, given: Self | str | os.PathLike[str] | None) -> Self | None:
         """A config as it is, one of a folder; None for None. Raises ArgumentError."""
         return given if given is None or isinstance(given, CheckpointConfig) else cls(folder=given)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedCheckpoint:
-    """A checkpoint that a run took."""
-
     step: int
     kind: str  # one of `checkpoints.KINDS`
     stall_s: float  # how long training was interrupted; writing overlaps with training
@@ -56,7 +52,6 @@ class SavedCheckpoint:
 
     @property
     def words(self) -> str:
-        """Its outcome, as text."""
         if self.pending:
             return f"step {self.step} is being saved"
         if self.path is not None:

@@ -10,14 +10,12 @@ Threads: the thread that calls `next` or `close` sends the work, one call at a t
 and a step in slow motion end each other before they begin. So all ranks still get the same calls in the same order.
 """
 
-from __future__ import annotations
-
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from fsdp_lab.base.events import PhaseSnapshot, StepEvent
 from fsdp_lab.base.formatting import Table, count, size
@@ -253,7 +251,7 @@ class SlowMotion(Iterator[StepMoment]):
         if (error := self.end("closed")) is not None:
             raise error
 
-    def __enter__(self) -> SlowMotion:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:

@@ -6,11 +6,8 @@ Results, tables, plots and reports are all computed from steps. The rules:
   every step of earlier attempts from its own first step on; these are abandoned and in no result.
 - Missing ranks. A step is whole when every rank of its world size has reported it. Results use whole steps only; live plots
   draw a partial step once enough later steps are whole.
-- World size. Whether a step is whole depends on its own world size, so a run that resumes on fewer ranks keeps its earlier
-  steps.
+- World size. Whether a step is whole depends on its own world size, so a run on fewer ranks keeps its earlier steps.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import itertools
@@ -93,10 +90,6 @@ class Step:
     def tokens_per_s(self) -> float:
         """Throughput of all ranks together; NaN where their tokens are not known."""
         return (sum(e.tokens for e in self.events) or math.nan) / self.step_time_s
-
-    def by_rank(self, value: Mapping[int, float]) -> list[float]:
-        """One number per rank, NaN where it is missing."""
-        return [value.get(rank, math.nan) for rank in range(self.world_size)]
 
 
 def assemble_all(events: Iterable[StepEvent]) -> list[Step]:

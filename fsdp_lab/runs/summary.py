@@ -6,8 +6,6 @@ and communication leave out the first step after a switch (allocations, first-ti
 measuring memory); where no step is left, as in a run of one step, they include all. Losses and memory leave out nothing.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence

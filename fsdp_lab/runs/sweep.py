@@ -7,8 +7,6 @@ alone. The first step of each turn is left out of medians, as after any switch. 
 after the other, and none is suspended.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time
@@ -17,7 +15,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import product
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 from fsdp_lab.base.errors import FieldError, SpecError
 from fsdp_lab.runs.comparison import Comparison, Refusal
@@ -144,7 +142,7 @@ class Sweep(Awaited["Sweep"]):
     def _given_up(self, blocking: bool) -> None:
         self.stop(5.0 if blocking else 0, "interrupted")
 
-    def _outcome(self) -> Sweep:
+    def _outcome(self) -> Self:
         if self.error is not None:
             raise self.error
         return self

@@ -9,8 +9,6 @@ Perfetto (ui.perfetto.dev) and chrome://tracing open. A rank is a process, a tra
 track that overlap are given threads of their own, because slices of one thread may only nest.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import math
@@ -20,7 +18,7 @@ from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 from fsdp_lab.base.events import Span, StepEvent, Track, exposed_by_unit
 from fsdp_lab.base.files import check_file, write_whole
@@ -85,12 +83,13 @@ class Timeline:
     contradicted: tuple[int, ...] = ()  # ranks whose clock must be wrong
 
     @classmethod
-    def of(cls, events: Sequence[StepEvent]) -> Timeline:
+    def of(cls, events: Sequence[StepEvent]) -> Self:
         """Makes it from the events of one step; those without spans are ignored. Raises ValueError where none has spans."""
         traced = sorted((e for e in events if e.spans), key=lambda e: e.rank)
         if not traced:
             raise ValueError("a timeline needs the events of a traced step: none of these has spans")
-        valid = {e.rank: sorted(filter(_is_valid, e.spans), key=attrgetter("start_s", "end_s")) for e in traced}
+        finite = {e.rank: [s for s in e.spans if -math.inf < s.start_s <= s.end_s < math.inf] for e in traced}  # no NaN
+        valid = {rank: sorted(spans, key=attrgetter("start_s", "end_s")) for rank, spans in finite.items()}
         measured = [e for e in traced if e.clock_error_s is not None and math.isfinite(e.clock_error_s)]
         compared = {e.rank: e for e in measured if math.isfinite(e.begin_s)}
         contradicted = contradicted_ranks(compared, valid)
@@ -249,10 +248,6 @@ def _meetings(events: Mapping[int, StepEvent], spans: Mapping[int, Sequence[Span
             issued[rank] = e.begin_s + s.start_s - error_s
             ended[rank] = e.begin_s + s.end_s + error_s
     return {key: pair for key, pair in times.items() if key not in ambiguous}
-
-
-def _is_valid(span: Span) -> bool:
-    return -math.inf < span.start_s <= span.end_s < math.inf  # False with NaN
 
 
 def _has_unseen_waits(lane: RankLane) -> bool:

@@ -3,13 +3,10 @@
 Also `RunState`, `Switch`, `Awaited`, `Request`, and the `fingerprint` of the machine that a run was trained on.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import enum
 import functools
-import importlib.metadata
 import os
 import platform
 import re
@@ -27,6 +24,7 @@ from fsdp_lab.base.formatting import Table
 from fsdp_lab.base.generation import Completion
 from fsdp_lab.base.process import usable_cores
 from fsdp_lab.cluster import ClusterError
+from fsdp_lab.cluster.host_script import version
 from fsdp_lab.export import export_script, export_spec
 from fsdp_lab.runs.diagnosis import Diagnosis, diagnose
 from fsdp_lab.runs.evaluation import EarlyStopping, Evaluation
@@ -163,10 +161,9 @@ class Request(Awaited[T]):
 
 
 class RunView(Protocol):
-    """A `Run`, or a stored one. Reading it never waits for a rank. `spec`: the one applied last; of a watched loop,
-    what is known of it. `reason`: why the run is in its state, in a sentence, or empty. `cause`: of a failure, where it is a
-    known one. `notes`: how far to trust its
-    times, a sentence each. `environment`: a `fingerprint`."""
+    """A `Run`, or a stored one. Reading it never waits for a rank. `spec`: the one applied last; of a watched loop, what is
+    known of it. `reason`: why the run is in its state, in a sentence, or empty. `cause`: of a failure, where it is a known
+    one. `notes`: how far to trust its times, a sentence each. `environment`: a `fingerprint`."""
 
     @property
     def id(self) -> str: ...
@@ -245,8 +242,7 @@ class RunQueries:
 
     def timeline(self: RunView, step: int | None = None) -> Timeline:
         """What every rank did in a traced step (the last of each half second), on one clock. `step` None: the newest
-        one, if possible one that every rank has reported. Raises ArgumentError: that step was not traced, or its spans
-        were dropped."""
+        one, if possible one that every rank has reported. Raises ArgumentError: not traced, or dropped by now."""
         newest = self.events.newest_traced() if step is None else None
         return Timeline.of((newest or traced_steps(self.events, step if step is None else [step])[-1]).events)
 
@@ -320,7 +316,7 @@ def _machine() -> Mapping[str, Any]:
         "memory_bytes": int(psutil.virtual_memory().total),
         "system": platform.platform(),
         "python": platform.python_version(),
-        **{name.replace("-", "_"): _version(name) for name in PACKAGES},
+        **{name.replace("-", "_"): version(name) for name in PACKAGES},
     }
 
 
@@ -330,13 +326,6 @@ def cpu_model(file: Path = CPUINFO) -> str:
         if name := re.search(r"^model name\s*:\s*(.+)$", file.read_text(), re.MULTILINE):
             return name[1].strip()
     return platform.processor() or platform.machine()
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def describe_environment(environment: Mapping[str, Any]) -> str:

@@ -1,11 +1,9 @@
 """`WatchedRun`: a training loop that is not the lab's (`fsdp_lab.watch`), as a run that can be read, stored and compared."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from fsdp_lab.base.errors import Cause
 from fsdp_lab.base.hang import LoopPlace, LoopRank, cause_in_loop
@@ -94,7 +92,7 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
             self._interrupt()
         return self._wait_over(timeout_s) if timeout_s > 0 else self.done
 
-    def _outcome(self) -> WatchedRun:
+    def _outcome(self) -> Self:
         return self
 
     def __repr__(self) -> str:

@@ -11,8 +11,6 @@ is complete, even if processes are killed at any time, and no other checkpoint i
 the ending, and those whose files do not have the lengths in the manifest, as after a copy that was interrupted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

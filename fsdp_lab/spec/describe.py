@@ -1,7 +1,5 @@
 """A Spec as text for tables, labels and messages: its fields, what differs between Specs, its strategy on one line."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,13 +1,11 @@
 """`Fault`: a fault to inject, where and when. rank/faults.py executes it on a rank; validation needs no torch."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from fsdp_lab.base.errors import ArgumentError, is_number, is_whole
 from fsdp_lab.spec.link import LinkError, LinkSpec
@@ -108,7 +106,7 @@ class Fault:
         return {**d, "kind": self.kind.value, "phase": self.phase.value, "ranks": list(self.ranks)}
 
     @classmethod
-    def from_dict(cls, d: Mapping[str, Any]) -> Fault:
+    def from_dict(cls, d: Mapping[str, Any]) -> Self:
         """Raises ArgumentError."""
         names = [f.name for f in dataclasses.fields(cls)]
         for name in d:

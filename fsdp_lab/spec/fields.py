@@ -1,8 +1,6 @@
 """`FieldRow`: all that is known of a field of a Spec besides its type, declared by `knob`. Controls, the command line,
 checks, descriptions, exports and the what-if page read it, so that none of them lists fields."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

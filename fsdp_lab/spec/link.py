@@ -10,13 +10,11 @@ A scaled link keeps the ratio of communication to computation of that GPU, so th
 bandwidth is scaled, not a latency.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from fsdp_lab.base.hardware import GPUS, NETWORKS_BITS_PER_S, PCIE4_BYTES_PER_S
 
@@ -55,7 +53,7 @@ class LinkSpec:
     gpu: str | None = None  # a name in `hardware.GPUS`: the link is scaled by the compute rate of this device
 
     @classmethod
-    def parse(cls, text: Any) -> LinkSpec:
+    def parse(cls, text: Any) -> Self:
         """Raises LinkError."""
         match = _LINK.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None:

@@ -1,14 +1,12 @@
 """`WatchedLoop`: what is known of a training loop that is not the lab's: to such a run what a Spec is to the lab's own."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from fsdp_lab.spec.spec import BACKEND_TRAITS, Spec
 
@@ -55,7 +53,7 @@ class WatchedLoop:
         return {KEY: self.flat()}
 
     @classmethod
-    def from_dict(cls, d: Mapping[str, Any]) -> WatchedLoop:
+    def from_dict(cls, d: Mapping[str, Any]) -> Self:
         return cls(**d[KEY])
 
 

@@ -9,8 +9,6 @@ Note: bits. With `foreach` and without it, the rounding of an update does not de
 kernel computes the end of a tensor in another way than the rest, so that its bits depend on how parameters are sharded.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -24,7 +22,7 @@ from fsdp_lab.spec.fields import NOT_NEGATIVE
 FIELD = "optimizer_args"
 KERNELS = ("foreach", "fused")  # arguments that choose how an update is computed, not what
 # Arguments of all classes that a Spec does not give here, and why.
-_ELSEWHERE: Mapping[str, tuple[str, str]] = {
+ELSEWHERE: Mapping[str, tuple[str, str]] = {
     "params": ("are the model's", "leave it out"),
     "lr": ("is a field of its own", "set lr"),
     "weight_decay": ("is a field of its own", "set weight_decay"),
@@ -143,11 +141,6 @@ class TorchOptimizer:
         """The arguments that are known, with their defaults."""
         return _KNOWN[self.name][1] if self.is_known else _HOW
 
-    @staticmethod
-    def is_given_elsewhere(argument: str) -> bool:
-        """Returns whether it is not given as an argument here."""
-        return argument in _ELSEWHERE
-
     def __getitem__(self, argument: str) -> Any:
         """The value of an argument, given or by default; None if the class has none of this name."""
         return self.args.get(argument, self._arguments.get(argument))
@@ -191,8 +184,8 @@ class TorchOptimizer:
         return {FIELD: {name: value for name, value in self.args.items() if name not in names}}
 
     def _check(self, name: object, value: object) -> None:
-        if name in _ELSEWHERE:
-            reason, hint = _ELSEWHERE[str(name)]
+        if name in ELSEWHERE:
+            reason, hint = ELSEWHERE[str(name)]
             raise self._refused(f"{name} {reason}", hint, name)
         known = self._arguments
         if name not in known and (self.is_known or not isinstance(name, str) or not name.isidentifier()):

@@ -1,10 +1,7 @@
-"""`ParamGroup`: parameters with a learning rate or a weight decay of their own, chosen by patterns of their names; and
-`unwrapped` names.
+"""`ParamGroup`: parameters, by patterns of names, with a learning rate or weight decay of their own; `unwrapped` names.
 
 Patterns are shell-style, as in `Workload.freeze`: "*" is any text, "?" one letter, "[ab]" one of these.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,8 +31,7 @@ def are_patterns(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ParamGroup:
-    """A group of parameters with its own values; None: the workload's. A `weight_decay` given here is that of vectors,
-    too."""
+    """A group of parameters with its own values; None: the workload's. Its `weight_decay` is that of vectors, too."""
 
     match: tuple[str, ...]
     lr: float | None = None

@@ -210,7 +210,6 @@ class Workload:
 
     @cached_property
     def torch_optimizer(self) -> TorchOptimizer:
-        """The optimizer with its arguments."""
         return TorchOptimizer(name=self.optimizer, args=self.optimizer_args)
 
     def rates_of(self, group: GroupKey) -> tuple[float, float]:

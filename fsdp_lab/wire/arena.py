@@ -11,8 +11,6 @@ allocates what the one before has freed has no page faults.
 A block may have several users: the tensor that is in it (`Arena.tensor`, host_group.py), and what other ranks have yet to
 read there (channels.py). It is free when the last one gives it back."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno
@@ -21,9 +19,9 @@ import mmap
 import os
 import threading
 import warnings
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakMethod, WeakValueDictionary, finalize
 
 import torch
@@ -34,6 +32,7 @@ ALIGN = 64  # bytes: a cache line, and a multiple of every element's size
 REPORT = "fsdp_lab.arena "  # the name of an event of the profiler: with an address, and bytes, negative if freed
 _STEPS = 8  # size classes between two powers of two, so that at most an eighth of a block is unused
 _PAGE = mmap.PAGESIZE
+_MOST_VIEWS = 4096  # of a file
 _SLAB = 16 * _PAGE  # what is smaller shares one, so that larger blocks begin with a page
 
 
@@ -51,10 +50,16 @@ class Mapping:
             warnings.filterwarnings("ignore", "The given buffer is not writable")  # nobody writes to it
             self.data: Tensor = torch.frombuffer(self.memory, dtype=torch.uint8)  # all of it; keeps it mapped
         self.address = self.data.data_ptr()
+        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
-    def bytes_at(self, offset: int, nbytes: int) -> Tensor:
-        """uint8 [nbytes]"""
-        return self.data[offset : offset + nbytes]
+    def bytes_at(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """[n] of the type, so many bytes. It is kept, as steps read at the same places again."""
+        key = offset, nbytes, dtype
+        if (view := self._views.get(key)) is None:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            view = self._views[key] = self.data[offset : offset + nbytes].view(dtype)
+        return view
 
     def close(self) -> None:
         """Other groups may use it."""
@@ -73,8 +78,7 @@ def memory_file(nbytes: int) -> Mapping:
         os.close(descriptor)
 
 
-@dataclass(frozen=True)
-class ArenaBlock:
+class ArenaBlock(NamedTuple):
     """A piece of an arena. `nbytes`: of its size class, what was asked for or a little more. `is_mapped`: at other addresses
     as well (host_group.py)."""
 
@@ -91,9 +95,10 @@ class Arena:
         if capacity_bytes is None:
             capacity_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.file = memory_file(capacity_bytes)
+        self.bytes_at = self.file.bytes_at
         self._capacity, self._end = capacity_bytes, 0
         self._free: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)  # offsets by size and `is_mapped`
-        self._users: Counter[int] = Counter()  # how many a block has, by offset
+        self._users: dict[int, int] = {}  # how many a block has, by offset
         self._holes: list[tuple[int, int]] = []  # whole pages that were given back: begin and end, in order
         self._lock = threading.Lock()
         self._lent: dict[int, ArenaBlock] = {}  # where tensors are, by the address of their storage
@@ -130,12 +135,15 @@ class Arena:
         with self._lock:
             self._take_dropped()
             free = self._free[size, is_mapped]
-            if not free:
-                self._extend(size, free)
-            offset = again.offset if again is not None and again.offset in free else free[-1]
-            free.remove(offset)
-            self._users[offset] = 1
-            return ArenaBlock(offset, size, is_mapped)
+            if again is not None and again.offset in free:
+                free.remove(again.offset)
+                block = again
+            else:
+                if not free:
+                    self._extend(size, free)
+                block = ArenaBlock(free.pop(), size, is_mapped)
+            self._users[block.offset] = 1
+            return block
 
     def share(self, block: ArenaBlock) -> None:
         """One more user has it."""
@@ -148,9 +156,10 @@ class Arena:
             self._give_back(block)
 
     def _give_back(self, block: ArenaBlock) -> None:
-        self._users[block.offset] -= 1
-        if not self._users[block.offset]:
-            del self._users[block.offset]
+        users = self._users.pop(block.offset) - 1
+        if users:
+            self._users[block.offset] = users
+        else:
             self._free[block.nbytes, block.is_mapped].append(block.offset)
 
     def _take_dropped(self) -> None:
@@ -250,7 +259,7 @@ class Arena:
         """Returns whether others have yet to read what was sent from a tensor, as far as `poll` has looked."""
         place = self.find(tensor)
         with self._lock:
-            return place is not None and self._users[place[0].offset] > 1
+            return place is not None and self._users.get(place[0].offset, 0) > 1
 
     def synchronize(self) -> None:
         """Memory of the host is written when a copy returns."""
@@ -264,10 +273,6 @@ class Arena:
         for each in self._pollers:
             if (poll := each()) is not None:
                 poll()
-
-    def bytes_at(self, offset: int, nbytes: int) -> Tensor:
-        """uint8 [nbytes]"""
-        return self.file.bytes_at(offset, nbytes)
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:

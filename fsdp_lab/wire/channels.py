@@ -10,8 +10,6 @@ Note: channels. One is in the control file of the rank that publishes: a ring of
 raised for each entry, the second by the reader when it has read the bytes of one, so that their memory can be used again.
 Each process has a `Channel` for its own end."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno
@@ -21,7 +19,6 @@ import secrets
 import socket
 import struct
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -239,27 +236,27 @@ class Semaphores:
         except (AttributeError, OSError):
             raise OSError(errno.ENOSYS, "this system has no semaphores that processes share") from None
         probe = (ctypes.c_char * SIZE_BYTES)()
-        self.init(ctypes.addressof(probe))
+        self.init(ctypes.c_void_p(ctypes.addressof(probe)))
 
-    def init(self, address: int) -> None:
+    def init(self, address: ctypes.c_void_p) -> None:
         """A new one, at zero."""
-        if self._init(ctypes.c_void_p(address), 1, 0):
+        if self._init(address, 1, 0):
             raise OSError(ctypes.get_errno(), "no semaphore can be made: " + os.strerror(ctypes.get_errno()))
 
-    def post(self, address: int) -> None:
+    def post(self, address: ctypes.c_void_p) -> None:
         """Raise it by one."""
-        if self._post(ctypes.c_void_p(address)):
+        if self._post(address):
             raise OSError(ctypes.get_errno(), "a semaphore cannot be raised: " + os.strerror(ctypes.get_errno()))
 
-    def take(self, address: int, timeout_s: float = 0.0) -> bool:
+    def take(self, address: ctypes.c_void_p, timeout_s: float = 0.0) -> bool:
         """Lower it by one, waiting for that at most so long. Returns whether it was lowered."""
-        if not self._try(ctypes.c_void_p(address)):
+        if not self._try(address):
             return True
         if timeout_s <= 0.0:
             return False
         end_s = time.perf_counter() + self._spin_s
         while self._spin_s and time.perf_counter() < end_s:
-            if not self._try(ctypes.c_void_p(address)):
+            if not self._try(address):
                 return True
         clock = time.CLOCK_MONOTONIC if self._clock_wait is not None else time.CLOCK_REALTIME
         until_s = time.clock_gettime(clock) + timeout_s
@@ -272,15 +269,15 @@ class Semaphores:
                 raise OSError(code, "a semaphore cannot be waited for: " + os.strerror(code))
         return True
 
-    def _wait(self, address: int, clock: int, until: _Timespec) -> int:
+    def _wait(self, address: ctypes.c_void_p, clock: int, until: _Timespec) -> int:
         if self._clock_wait is not None:
-            return int(self._clock_wait(ctypes.c_void_p(address), clock, ctypes.byref(until)))
-        return int(self._timed_wait(ctypes.c_void_p(address), ctypes.byref(until)))
+            return int(self._clock_wait(address, clock, ctypes.byref(until)))
+        return int(self._timed_wait(address, ctypes.byref(until)))
 
 
 RING = 256  # how far a rank can be behind another
-_WORDS = 4  # of an entry: its number, what it is, where its bytes begin, and how many there are
-_RING_BYTES = RING * _WORDS * 8
+_ENTRY = struct.Struct("=4q")  # its number, what it is, where its bytes begin, and how many there are
+_RING_BYTES = RING * _ENTRY.size
 CHANNEL_BYTES = 2 * SIZE_BYTES + _RING_BYTES
 
 
@@ -311,10 +308,10 @@ class BlockReference:
 
 class Channel:
     def __init__(self, semaphores: Semaphores, control: MappedFile, index: int) -> None:
-        self._semaphores, begin = semaphores, index * CHANNEL_BYTES
-        self._published, self._acknowledged = control.address + begin, control.address + begin + SIZE_BYTES
-        first = begin + 2 * SIZE_BYTES
-        self._ring = memoryview(control.memory)[first : first + _RING_BYTES].cast("B").cast("q")
+        self._semaphores, self._memory, begin = semaphores, control.memory, index * CHANNEL_BYTES
+        places = (control.address + begin, control.address + begin + SIZE_BYTES)
+        self._published, self._acknowledged = map(ctypes.c_void_p, places)
+        self._first = begin + 2 * SIZE_BYTES  # entry
         self._count = 0  # entries that this process has published, or taken
         self._unread: deque[BlockReference] = deque()  # of what is not read yet
 
@@ -331,9 +328,9 @@ class Channel:
         return len(self._unread)
 
     def publish(self, what: int, begin: int, nbytes: int, reference: BlockReference) -> None:
-        at = self._count % RING * _WORDS
-        self._ring[at : at + _WORDS] = array("q", (self._count, what, begin, nbytes))
-        self._count += 1
+        count = self._count
+        _ENTRY.pack_into(self._memory, self._first + count % RING * _ENTRY.size, count, what, begin, nbytes)
+        self._count = count + 1
         self._unread.append(reference)
         self._semaphores.post(self._published)
 
@@ -357,8 +354,8 @@ class Channel:
             end_s > (now_s := time.monotonic()) and self._semaphores.take(self._published, end_s - now_s)
         ):
             raise NotYet("the next entry is not there yet")
-        at = self._count % RING * _WORDS
-        number, what, begin, nbytes = self._ring[at : at + _WORDS]
+        at = self._first + self._count % RING * _ENTRY.size
+        number, what, begin, nbytes = _ENTRY.unpack_from(self._memory, at)
         if number != self._count:
             raise RuntimeError(f"entry {self._count} in shared memory has the number {number}")
         self._count += 1

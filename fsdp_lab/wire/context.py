@@ -21,12 +21,13 @@ that is stopped while operations may still be running must not record them (`hid
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ContextDecorator, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -47,6 +48,7 @@ from fsdp_lab.wire.nccl import Nccl, NcclGroup, NcclOutcome
 from fsdp_lab.wire.shared_memory import GpuGroup, SharedGroup, SharedWork, open_shared
 
 _RECENT = 64  # collectives remembered for a diagnosis: more than ranks run ahead of each other
+_DTYPE_PREFIX = len("torch.")
 _MANY = 4096  # in flight: then it is time to look which have ended
 SHARED_MEMORY = "shared memory"  # what carries host tensors, where it is not Gloo
 GPU_MEMORY = "the GPU's memory"  # what carries tensors between ranks that share a GPU, where they are not staged
@@ -79,16 +81,27 @@ class WireTimeout(RuntimeError):
     """A collective did not complete in time."""
 
 
-@dataclass(frozen=True)
-class Running:
-    """An operation in flight."""
-
-    issued: Collective
-    storages: tuple[torch.UntypedStorage, ...]  # that Gloo uses
-    inner: Any  # Gloo's `Work`, or the `NcclOutcome` of NCCL's
+# An operation in flight, the storages that Gloo uses, and Gloo's `Work` or the `NcclOutcome` of NCCL's.
+Running = tuple[Collective, Sequence[torch.UntypedStorage], Any]
 
 
-@dataclass(eq=False)
+class UnitScope(ContextDecorator):
+    """Collectives issued inside belong to this unit. Also a decorator."""
+
+    def __init__(self, context: WireContext, unit: str) -> None:
+        self._context, self._unit, self._before = context, unit, ""
+
+    def _recreate_cm(self) -> UnitScope:
+        return UnitScope(self._context, self._unit)  # of each call
+
+    def __enter__(self) -> None:
+        self._before, self._context.unit = self._context.unit, self._unit
+
+    def __exit__(self, *_: object) -> None:
+        self._context.unit = self._before
+
+
+@dataclass(eq=False, slots=True)
 class Timed:
     """A collective over NCCL, with the events of its issue and of its end."""
 
@@ -126,7 +139,7 @@ class WireContext:
         self.not_shared: dict[str, str] = {}  # by group, why it does not use shared memory
         self.not_on_gpu: dict[str, str] = {}  # by group, why its ranks do not share the memory of their GPU
         self.piece_bytes: int | None = (
-            None  # as ranks on several hosts have tried: see `Wire._fastest_pieces`; None: on one
+            None  # as ranks on several hosts have tried (`Wire._fastest_pieces`); None: on one
         )
         self.shared_memory = shared_memory  # of groups that are opened from now on
         self._arena: Arena | None = None
@@ -135,19 +148,21 @@ class WireContext:
         self.hide_from_profiler = False  # Gloo's operations: see the note on a profiler and an abort
         self.session: Any = None  # the `rank.Session` that opened its groups, for those who know a group alone
         self.watched = False  # whether a loop is being watched (rank/watch)
-        self._unit = ""  # on whose behalf collectives are issued
+        self.unit = ""  # on whose behalf collectives are issued
         self.link: Link | None = None  # emulated; None: the real one
         self.alarm = Alarm()
         self._abort_event = threading.Event()  # set while `aborted`: wakes threads that wait for the link
-        self._link_cut = self._reset_restores_link = False
+        self.dropped: DroppedWork | None = None  # in place of all operations, while the link is cut
+        self._reset_restores_link = False
         self._sequence = 0
         self._ordinals: Counter[str] = Counter()  # by group
         self._recent: deque[Collective] = deque(maxlen=_RECENT)
         self._cancelled_before = 0  # sequence number: nothing issued earlier is waited for
-        self._why: str | None = None
+        self.aborted: str | None = None  # why
         self._lock = threading.Lock()
         self._timed: list[Timed] = []
-        self._step_begin: tuple[Any, float] | None = None  # an event at the beginning of the step, and its time
+        self._timed_from: tuple[Any, float] | None = None  # an event and its time; None: nothing is timed
+        self.alive: Any = None  # of a GPU's rank, [1] in pinned memory: 1.0; nan before an abort ends any collective
         self._running: dict[int, Running] = {}  # by sequence number
         self._cancellable: weakref.WeakSet[Any] = weakref.WeakSet()  # C++ may be waiting for their futures
         self._failed: str | None = None  # what NCCL's watchdog says
@@ -182,7 +197,7 @@ class WireContext:
         group = NcclGroup(self.nccl.open(store, rank, size, self.timeout))
         with self._lock:
             self._nccl_groups.add(group)
-        if self._why is not None:  # meanwhile
+        if self.aborted is not None:  # meanwhile
             group.abort()
         return group
 
@@ -190,7 +205,7 @@ class WireContext:
         """`name`: of the group whose collectives go over it."""
 
         def busy() -> bool:
-            return any(r.issued.group == name and isinstance(r.inner, NcclOutcome) for r in self._in_flight())
+            return any(c.group == name and isinstance(inner, NcclOutcome) for c, _, inner in self._in_flight())
 
         group.close(aborted=self.aborted is not None, busy=busy)
         with self._lock:
@@ -276,106 +291,103 @@ class WireContext:
         """The groups that are alive."""
         return list(self._groups)
 
-    @contextmanager
-    def unit_scope(self, unit: str) -> Iterator[None]:
-        """Collectives issued inside belong to this unit. Also a decorator."""
-        before, self._unit = self._unit, unit
-        try:
-            yield
-        finally:
-            self._unit = before
+    def unit_scope(self, unit: str) -> UnitScope:
+        return UnitScope(self, unit)
 
     def set_unit(self, unit: str) -> None:
         """Like `unit_scope`, until the next call: for callers that cannot tell when all collectives are issued."""
-        self._unit = unit
+        self.unit = unit
 
     def record_issue(
-        self, group: str, *, whole_group: bool, kind: str, size: int, payload_bytes: int, link_bytes: int, dtype: str
+        self, group: str, whole: bool, kind: str, size: int, payload_bytes: int, link_bytes: int, dtype: Any
     ) -> Collective:
-        """Number and meter a collective; `whole_group`: all ranks of the group issue it. Raises RankAborted."""
-        self.check()
-        issued = Collective(
-            sequence=self._sequence,
-            group=group,
-            ordinal=self._ordinals[group] if whole_group else -1,
-            unit=self._unit,
-            kind=kind,
-            size=size,
-            payload_bytes=payload_bytes,
-            link_bytes=link_bytes,
-            dtype=dtype,
-            issue_s=time.perf_counter(),
-        )
-        self._ordinals[group] += whole_group
+        """Number and meter a collective; `whole`: all ranks of the group issue it. `dtype`: torch's, or None. Raises
+        RankAborted."""
+        if self.aborted is not None:
+            self.check()
+        ordinal, name, meter = -1, "" if dtype is None else str(dtype)[_DTYPE_PREFIX:], self.meter
+        if whole:
+            ordinal = self._ordinals[group]
+            self._ordinals[group] = ordinal + 1
+        self.last = issued = Collective(
+            self._sequence, kind, group, size, link_bytes, time.perf_counter(),
+            ordinal, self.unit, name, payload_bytes, meter.backwards,
+        )  # fmt: skip
         self._sequence += 1
-        self.last = issued
         self._recent.append(issued)
-        self.meter.issued(issued)
+        meter.issued(issued)
         return issued
 
-    def track(self, issued: Collective, tensors: Sequence[torch.Tensor], inner: Any) -> None:
-        """Remember an operation that has been started, and the tensors that Gloo uses."""
+    def track(self, issued: Collective, storages: Sequence[torch.UntypedStorage], inner: Any) -> None:
+        """Remember an operation that has been started, and the storages that Gloo uses."""
         if len(self._running) > _MANY:
             self._in_flight()
-        self._running[issued.sequence] = Running(issued, tuple(t.untyped_storage() for t in tensors), inner)
+        self._running[issued.sequence] = issued, storages, inner
 
     def untrack(self, issued: Collective) -> None:
         """Forget an operation that has completed or failed, or was forgotten before."""
+        self._running.pop(issued.sequence, None)
+
+    def ended(self, issued: Collective, _: object = None) -> None:
+        """Called when the bytes of a collective have arrived, in any thread."""
+        issued.end_s = max(time.perf_counter(), issued.link_end_s or 0.0)
         self._running.pop(issued.sequence, None)
 
     def _in_flight(self) -> list[Running]:
         """The operations in flight, oldest first; what has ended is forgotten."""
         in_flight = []
         for sequence, running in sorted(self._running.copy().items()):  # Gloo's threads remove entries too
-            if not running.inner.is_completed():
+            issued, _, inner = running
+            if not inner.is_completed():
                 in_flight.append(running)
                 continue
-            if isinstance(running.inner, NcclOutcome) and (why := running.inner.failure()) is not None:
-                self._failed = self._failed or f"{running.issued.described} {why}"
+            if isinstance(inner, NcclOutcome) and (why := inner.failure()) is not None:
+                self._failed = self._failed or f"{issued.described} {why}"
             self._running.pop(sequence, None)
         return in_flight
 
     def busy_addresses(self) -> set[int]:
         """Addresses of the storage that Gloo operations may still read or write."""
-        return {storage.data_ptr() for running in self._in_flight() for storage in running.storages}
+        return {storage.data_ptr() for _, storages, _ in self._in_flight() for storage in storages}
 
     def add_cancellable(self, work: Any) -> None:
         """Remember a `WireWork` whose future was handed out, so that an abort can complete it."""
         with self._lock:
             self._cancellable.add(work)
-        if self._why is not None:
+        if self.aborted is not None:
             work.cancel()
 
-    def start_timing(self) -> None:
-        """Count device times from here, if there is NCCL: at the beginning of a step, with the device synchronised."""
+    def start_timing(self, mark: tuple[Any, float] | None = None) -> None:
+        """Time collectives over NCCL from here on. `mark`: an event and its time; None: the device is idle, so now."""
         self._timed = []
-        self._step_begin = None if self.nccl is None else (self.nccl.record(), time.perf_counter())
+        self._timed_from = None if self.nccl is None else mark or (self.nccl.record(), time.perf_counter())
 
     def time_nccl(self, issued: Collective) -> Timed | None:
         """Called before a collective is given to NCCL, on the stream behind which it begins. The caller adds the event of
         its end, on the stream that has been ordered behind it."""
-        if self.nccl is None or self._step_begin is None:
+        if self.nccl is None or self._timed_from is None:
             return None
         timed = Timed(issued, self.nccl.record())
         self._timed.append(timed)
         return timed
 
-    def read_timing(self) -> None:
-        """Read the times of NCCL's collectives, at the end of a step. Waits for the device. Those of one group run one
-        after the other, so one begins when its inputs are ready and the one before has ended. The end is where the
+    def end_timing(self) -> Callable[[], None]:
+        """Returns what waits for the ends of NCCL's collectives since `start_timing`, and sets their times. Those of a group
+        run one after the other, so one begins when its inputs are ready and the one before has ended. The end is where the
         stream that waits continues."""
-        timed, begin, self._timed, self._step_begin = self._timed, self._step_begin, [], None
-        if self.nccl is None or begin is None:
-            return
-        self.nccl.synchronize()
-        event, at_s = begin
-        free_s: dict[str, float] = {}  # by group
-        for t in timed:
-            if t.end is not None:  # otherwise nothing waits for it
-                issued, ready_s = t.issued, at_s + event.elapsed_time(t.begin) / 1e3
-                issued.start_s = max(ready_s, free_s.get(issued.group, ready_s))
-                issued.end_s = max(issued.start_s, at_s + event.elapsed_time(t.end) / 1e3)
-                free_s[issued.group] = issued.end_s
+        timed, begin, self._timed, self._timed_from = self._timed, self._timed_from, [], None
+
+        def read() -> None:
+            free_s: dict[str, float] = {}  # by group
+            for t in timed:
+                if begin is not None and t.end is not None:  # otherwise nothing waits for it
+                    t.end.synchronize()
+                    issued, ready_s = t.issued, begin[1] + begin[0].elapsed_time(t.begin) / 1e3
+                    issued.start_s = max(ready_s, free_s.get(issued.group, ready_s))
+                    issued.end_s = max(issued.start_s, begin[1] + begin[0].elapsed_time(t.end) / 1e3)
+                    free_s[issued.group] = issued.end_s
+
+        return read
 
     def complete(self) -> None:
         """Wait for the device's collectives, before what they wrote is relied on. Raises RankAborted: it is invalid."""
@@ -413,24 +425,20 @@ class WireContext:
     def cut_link(self, *, until_reset: bool) -> None:
         """Let no collective of this rank pass or complete from now on, except those that Gloo or NCCL already has.
         `until_reset`: `reset` restores the link. Groups can still be opened: they meet at the store."""
-        self._link_cut, self._reset_restores_link = True, until_reset
+        self.dropped, self._reset_restores_link = DroppedWork(self._abort_event), until_reset
 
     def restore_link(self) -> None:
         """Let collectives pass that are issued from now on."""
-        self._link_cut = False
-
-    def dropped_work(self, size: int) -> DroppedWork | None:
-        """Replaces an operation of a group of `size` ranks while the link is cut; None otherwise."""
-        return DroppedWork(self._abort_event) if self._link_cut and size > 1 else None
+        self.dropped = None
 
     # -- for observers in other threads: nothing here needs the thread that may be blocked ------------------------------
 
     def pending(self) -> Collective | None:
         """The oldest collective that has not finished; None after an abort, when no thread waits any more."""
-        if self._why is not None:
+        if self.aborted is not None:
             return None
-        waiting = (r for r in self._in_flight() if r.issued.sequence >= self._cancelled_before)
-        return next((r.issued for r in waiting if not (isinstance(r.inner, SharedWork) and r.inner.joined())), None)
+        waiting = ((c, inner) for c, _, inner in self._in_flight() if c.sequence >= self._cancelled_before)
+        return next((c for c, inner in waiting if not (isinstance(inner, SharedWork) and inner.joined())), None)
 
     def failure(self) -> str | None:
         """Returns what NCCL's watchdog says: a collective that failed or timed out. None without NCCL."""
@@ -468,21 +476,18 @@ class WireContext:
 
     # -- abort and after ------------------------------------------------------------------------------------------
 
-    @property
-    def aborted(self) -> str | None:
-        """The reason, or None."""
-        return self._why
-
     def check(self) -> None:
         """Raises RankAborted after an abort."""
-        if self._why is not None:
-            raise RankAborted(self._why)
+        if self.aborted is not None:
+            raise RankAborted(self.aborted)
 
     def abort(self, why: str) -> None:
         """Wake everything that waits in this rank, from any thread. The first reason wins."""
         with self._lock:
-            if self._why is None:
-                self._why = why
+            if self.aborted is None:
+                self.aborted = why
+            if self.alive is not None:
+                self.alive.fill_(math.nan)
             waiting, groups = list(self._cancellable), list(self._nccl_groups)
         for group in groups:
             group.abort()
@@ -494,15 +499,15 @@ class WireContext:
     def reset(self) -> None:
         """Allow collectives again after an abort, when its groups are shut down."""
         with self._lock:
-            self._why = self._failed = None
+            self.aborted = self._failed = None
             self._abort_event.clear()
             self._cancellable = weakref.WeakSet()
-        for running in list(self._running.values()):
-            if isinstance(running.inner, (DroppedWork, NcclOutcome, SharedWork)):
-                self.untrack(running.issued)
+        for issued, _, inner in list(self._running.values()):
+            if isinstance(inner, (DroppedWork, NcclOutcome, SharedWork)):
+                self.untrack(issued)
         if self._reset_restores_link:
             self.restore_link()
-        self._unit = ""
+        self.unit = ""
         self._ordinals.clear()  # ranks may have left the aborted step at different collectives
         self._recent.clear()
         self._cancelled_before = self._sequence

@@ -104,9 +104,9 @@ class GpuArena:
     def share(self, block: ArenaBlock) -> None:
         raise NotImplementedError("what is sent is copied to a block of its own")
 
-    def bytes_at(self, offset: int, nbytes: int) -> Tensor:
+    def bytes_at(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         begin = offset & ((1 << _PIECE_BITS) - 1)
-        return self._pieces[offset >> _PIECE_BITS][begin : begin + nbytes]
+        return self._pieces[offset >> _PIECE_BITS][begin : begin + nbytes].view(dtype)
 
     def find(self, tensor: Tensor) -> tuple[ArenaBlock, int] | None:
         """No tensor of others is in it."""
@@ -126,13 +126,13 @@ class PeerGpuMemory:
         self._memory, self._store, self._rank = memory, store, rank
         self._pieces: dict[int, Tensor] = {}
 
-    def bytes_at(self, offset: int, nbytes: int) -> Tensor:
+    def bytes_at(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         """Raises OSError."""
         number, begin = offset >> _PIECE_BITS, offset & ((1 << _PIECE_BITS) - 1)
         if number not in self._pieces:
             nbytes_there, handle = self._store.get(_key(self._rank, number)).decode().split()
             self._pieces[number] = self._memory.open(bytes.fromhex(handle), int(nbytes_there))
-        return self._pieces[number][begin : begin + nbytes]
+        return self._pieces[number][begin : begin + nbytes].view(dtype)
 
     def close(self) -> None:
         self._pieces = {}

@@ -8,12 +8,11 @@ defined, as one function. torch's stubs and trampolines differ in their signatur
 
 # mypy: disable-error-code="override,attr-defined,assignment"
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,8 +35,11 @@ BACKEND = "fsdp_lab_wire"
 _PIECE_BYTES = 128 << 10  # fits into the buffers of a connection
 _TRIED_BYTES = 1 << 20
 _Op = dist.ReduceOp.RedOpType
-_InnerCall = Callable[[Any, list[Tensor], list[Tensor]], Any]  # of an inner group, with its inputs and outputs
+_InnerCall = Callable[[Any, list[Tensor], list[Tensor], Any], Any]  # of an inner group, with inputs, outputs, options
 _RANK_ORDERED_OPS = (_Op.SUM, _Op.AVG, _Op.PREMUL_SUM)
+_NOT_PLAIN = """\
+a collective was given a DTensor, such as a sharded parameter or its gradient, and takes plain tensors; gradients are \
+the mean over the ranks already, and else give it to_local() or full_tensor()"""  # of which ranks hold different parts
 
 
 def register(
@@ -52,6 +54,7 @@ def register(
     share; otherwise they are staged through the host's."""
 
     context.streams, context.nccl, context.device_memory = streams, nccl, device_memory
+    context.alive = streams and streams.host_memory(1, torch.float64).fill_(1.0)
 
     def create(options: Any, _: Any) -> Wire:
         return Wire(options, context)
@@ -215,17 +218,17 @@ class Wire(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None, **_: Any) -> WireWork:
         """All-reduce in place. tensors: [t], any shape."""
         (tensor,) = tensors
-        op = _op(opts)
-        if self._ordered("all_reduce", op, tensor):
-            return self._ordered_all_reduce(tensor, op, opts)
-        inner = c10d.AllreduceOptions()
-        then = _sum_natively(inner, op, opts, [tensor], self._size)
-        return self._send("all_reduce", tensor.nbytes, [tensor], [tensor], _in_place("allreduce", inner), then=then)
+        opts, inner = opts or c10d.AllreduceOptions(), self._inner(tensor)
+        if self._ordered("all_reduce", opts, tensor, inner):
+            return self._ordered_all_reduce(tensor, opts, inner)
+        opts, then = self._natively(opts, tensor, inner)
+        return self._send("all_reduce", tensor.nbytes, tensors, tensors, _all_reduce, opts, inner, then)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> WireWork:
         """One all-reduce for several tensors of one dtype, in place."""
-        flat = torch.cat([t.reshape(-1) for t in tensors])
-        work = self.allreduce([flat], opts)
+        flat, of_one = torch.cat([t.reshape(-1) for t in tensors]), c10d.AllreduceOptions()
+        of_one.reduceOp = _Op.SUM if opts is None else opts.reduceOp
+        work = self.allreduce([flat], of_one)
 
         def scatter_back() -> None:
             for t, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
@@ -236,13 +239,12 @@ class Wire(dist.ProcessGroup):
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> WireWork:
         """output: [n], input: [W * n]; rank r gets the reduced r-th part. In place, where the output is that part of the
         input: what the rest of it holds afterwards is undefined."""
-        op = _op(opts)
-        if self._ordered("reduce_scatter", op, input):
-            return self._ordered_reduce_scatter(output, input, op, opts)
-        inner = c10d.ReduceScatterOptions()
-        then = _sum_natively(inner, op, opts, [output], self._size)
-        call = _call("_reduce_scatter_base", inner)
-        return self._send("reduce_scatter", input.nbytes, [input], [output], call, then=then)
+        opts, inner = opts or c10d.ReduceScatterOptions(), self._inner(input)
+        if self._ordered("reduce_scatter", opts, input, inner):
+            return self._ordered_reduce_scatter(output, input, opts, inner)
+        opts, then = self._natively(opts, output, inner)
+        call: _InnerCall = lambda g, i, o, opts: g._reduce_scatter_base(o[0], i[0], opts)  # noqa: E731
+        return self._send("reduce_scatter", input.nbytes, [input], [output], call, opts, inner, then)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor = reduce_scatter_single
@@ -258,23 +260,26 @@ class Wire(dist.ProcessGroup):
         (output,), (parts,) = outputs, inputs
         flat = output if output.is_contiguous() else output.reshape(-1)
         work = self.reduce_scatter_single(flat, torch.cat([p.reshape(-1) for p in parts]), opts)
-        return work if flat is output else work.followed_by(lambda: output.copy_(flat.view_as(output)), [output])
+        # Also where nothing is left to be done: so that the stream that waits is known to use what was joined here.
+        return work.followed_by(lambda: flat is output or output.copy_(flat.view_as(output)), [output])
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> WireWork:
-        inner = c10d.ReduceOptions()
-        inner.rootRank, inner.rootTensor = opts.rootRank, opts.rootTensor
-        then = _sum_natively(inner, _op(opts), opts, tensors, self._size)
-        then = then if self._rank == opts.rootRank else None
-        return self._send("other", tensors[0].nbytes, tensors, tensors, _in_place("reduce", inner), then=then)
+        given, inner = opts, self._inner(tensors[0])
+        opts, then = self._natively(opts, tensors[0], inner)
+        opts.rootRank, opts.rootTensor = given.rootRank, given.rootTensor
+        then, nbytes = then if self._rank == opts.rootRank else None, tensors[0].nbytes
+        return self._send("other", nbytes, tensors, tensors, lambda g, i, o, opts: g.reduce(o, opts), opts, inner, then)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> WireWork:
         """output: [W * n], input: [n]. Gloo's own would receive into a copy of the output, and copy from there."""
-        call = _call("_allgather_base", opts or c10d.AllgatherOptions())
-        if self._shared is not None and self._shared.mapped(output, input) is not None:  # it has no memory of its own
-            return self._send("all_gather", output.nbytes, [input], [], lambda g, i, _: call(g, i, [output]), bytes_=0)
-        if self._is_over_gloo(output):
+        opts, inner, outputs, sent = opts or c10d.AllgatherOptions(), self._inner(output), [output], None
+        call: _InnerCall = _all_gather
+        if inner is self._gloo:
             call = _gather(self._rank, self._size, self._piece_bytes, ring=self._ring)
-        return self._send("all_gather", output.nbytes, [input], [output], call)
+        elif self._shared is not None and self._shared.mapped(output, input) is not None:  # it has no memory of its own
+            outputs, sent = [], 0
+            call = lambda g, i, _, opts: g._allgather_base(output, i[0], opts)  # noqa: E731
+        return self._send("all_gather", output.nbytes, [input], outputs, call, opts, inner, bytes_=sent)
 
     _allgather_base = all_gather_single
     allgather_into_tensor = all_gather_single
@@ -287,24 +292,18 @@ class Wire(dist.ProcessGroup):
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> WireWork:
         """outputs: [[t_0 .. t_{W-1}]], inputs: [t]."""
         (parts,), (input,) = outputs, inputs
-        payload = sum(p.nbytes for p in parts)
-
-        def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
-            return group.allgather([outs], ins, _asynchronous(opts or c10d.AllgatherOptions()))
-
-        return self._send("all_gather", payload, [input], parts, call)
+        payload, opts = sum(p.nbytes for p in parts), opts or c10d.AllgatherOptions()
+        return self._send("all_gather", payload, [input], parts, lambda g, i, o, opts: g.allgather([o], i, opts), opts)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> WireWork:
-        def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
-            options = _asynchronous(opts or c10d.AllToAllOptions())
-            return group.alltoall_base(outs[0], ins[0], output_splits, input_splits, options)
-
+        call: _InnerCall = lambda g, i, o, opts: g.alltoall_base(o[0], i[0], output_splits, input_splits, opts)  # noqa: E731
         sent = None  # the default, for equal parts
         if rows := sum(input_splits):
             sent = input.nbytes - input.nbytes * input_splits[self._rank] // rows
-        return self._send("all_to_all", input.nbytes, [input], [output], call, bytes_=sent)
+        opts = opts or c10d.AllToAllOptions()
+        return self._send("all_to_all", input.nbytes, [input], [output], call, opts, bytes_=sent)
 
     alltoall_base = all_to_all_single
 
@@ -315,82 +314,88 @@ class Wire(dist.ProcessGroup):
     alltoall = allgather_coalesced = _refused
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> WireWork:
-        return self._send("broadcast", tensors[0].nbytes, tensors, tensors, _in_place("broadcast", opts))
+        nbytes = tensors[0].nbytes
+        return self._send("broadcast", nbytes, tensors, tensors, lambda g, i, o, opts: g.broadcast(o, opts), opts)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> WireWork:
-        def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
-            return group.scatter(outs, [ins] if ins else [], _asynchronous(opts))
-
+        call: _InnerCall = lambda g, i, o, opts: g.scatter(o, [i] if i else [], opts)  # noqa: E731
         flat = inputs[0] if inputs else []
-        return self._send("other", outputs[0].nbytes * self._size, flat, outputs, call)
+        return self._send("other", outputs[0].nbytes * self._size, flat, outputs, call, opts)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> WireWork:
-        def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
-            return group.gather([outs] if outs else [], ins, _asynchronous(opts))
-
-        return self._send("other", inputs[0].nbytes * self._size, inputs, outputs[0] if outputs else [], call)
+        call: _InnerCall = lambda g, i, o, opts: g.gather([o] if o else [], i, opts)  # noqa: E731
+        return self._send("other", inputs[0].nbytes * self._size, inputs, outputs[0] if outputs else [], call, opts)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> WireWork:
-        return self._transfer([tensors[0]], LinkDirection.OUT, lambda g, i, o: g.send(i, dst, tag))
+        return self._transfer(tensors, tensors, LinkDirection.OUT, lambda g, i, o, _: g.send(i, dst, tag))
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> WireWork:
-        return self._transfer([tensors[0]], LinkDirection.IN, lambda g, i, o: g.recv(o, src, tag))
+        return self._transfer([], tensors, LinkDirection.IN, lambda g, i, o, _: g.recv(o, src, tag))
 
-    def _transfer(self, tensors: list[Tensor], direction: LinkDirection, call: _InnerCall) -> WireWork:
-        """Between two ranks, over Gloo."""
-        if self._shared is not None:
-            instead = "use broadcast in a group of the two, from torch.distributed.new_group"
-            raise NotImplementedError(f"ranks that share memory have no send and recv; {instead}")
-        nbytes, ins = tensors[0].nbytes, tensors if direction is LinkDirection.OUT else []
-        return self._send("other", nbytes, ins, tensors, call, bytes_=nbytes, direction=direction)
+    def _transfer(self, ins: list[Tensor], outs: list[Tensor], direction: LinkDirection, call: _InnerCall) -> WireWork:
+        """Between two ranks, over the host: NCCL runs the sends and receives of a pair one after the other, and two ranks
+        that both begin with a send would wait for ever."""
+        nbytes, host = outs[0].nbytes, self._host
+        return self._send("other", nbytes, ins, outs, call, None, host, bytes_=nbytes, direction=direction)
+
+    @property
+    def _host(self) -> Any:
+        return self._gloo if self._shared is None else self._shared
 
     def barrier(self, opts: Any = None) -> WireWork:
-        return self._send("barrier", 0, [], [], lambda g, i, o: g.barrier(c10d.BarrierOptions()))
+        opts = c10d.BarrierOptions()
+        return self._send("barrier", 0, [], [], lambda g, i, o, opts: g.barrier(opts), opts, self._host)
 
     def control(self, values: Tensor) -> None:
-        """Sum a few float64 on the host over the ranks, in place and blocking. It is metered as "control", apart from the
-        backends' collectives: the lab's own traffic, such as the vote that ends a step."""
+        """Sum a few float64 over the ranks, in place: on the host blocking, on a device for its current stream. It is
+        metered as "control", apart from the backends' collectives: the lab's own traffic, such as a step's vote."""
         if self._size > 1:
             opts = c10d.AllreduceOptions()
             with self.context.unit_scope(""):
-                self._send("control", values.nbytes, [values], [values], _in_place("allreduce", opts)).wait()
+                self._send("control", values.nbytes, [values], [values], _all_reduce, opts).wait()
+
+    def sums_on_device(self, tensor: Tensor) -> bool:
+        """Whether `control` needs no host: on a device alone, or if NCCL has a communicator. The same on all ranks."""
+        nccl = self._nccl
+        has_met = nccl is not None and nccl.met and self._inner(tensor) is nccl.inner
+        return self._is_on_device(tensor) and (self._size == 1 or has_met)
 
     # -- sums in rank order ---------------------------------------------------------------------------------------
 
-    def _ordered(self, kind: str, op: Any, tensor: Tensor) -> bool:
-        _check_plain([tensor])
-        if self._size == 1 or op not in _RANK_ORDERED_OPS or not tensor.is_floating_point():
+    def _ordered(self, kind: str, opts: Any, tensor: Tensor, inner: Any) -> bool:
+        order = self.context.reduction
+        if self._size == 1 or order is ReductionOrder.NATIVE or isinstance(inner, SharedGroup):
+            return False  # ranks that share memory always add in their order
+        if order is ReductionOrder.AUTO and (kind != "reduce_scatter" or inner is not self._gloo):
             return False
-        if isinstance(self._inner([tensor]), SharedGroup):
-            return False  # it always adds in the order of ranks
-        if self.context.reduction is ReductionOrder.AUTO:
-            return kind == "reduce_scatter" and self._is_over_gloo(tensor)
-        return self.context.reduction is ReductionOrder.RANK_ORDERED
+        return opts.reduceOp.op in _RANK_ORDERED_OPS and tensor.is_floating_point()
 
-    def _is_over_gloo(self, tensor: Tensor) -> bool:
-        return self._inner([tensor]) is self._gloo
+    def _natively(self, opts: Any, output: Tensor, inner: Any) -> tuple[Any, Callable[[], None] | None]:
+        """The options for an inner group, and what remains to be done after it. Except over NCCL, a mean is a sum and a
+        division: Gloo's own AVG only summed in reduce-scatter before 2.13."""
+        op, over_nccl = opts.reduceOp, self._nccl is not None and inner is self._nccl.inner
+        if over_nccl or op == dist.ReduceOp.SUM or op.op not in _RANK_ORDERED_OPS:
+            return opts, None
+        summing = type(opts)()
+        summing.reduceOp = _Op.SUM
+        return summing, partial(_scale, output, opts, self._size)
 
     def _is_on_device(self, tensor: Tensor) -> bool:
         return self.context.streams is not None and self.context.streams.holds(tensor)
 
-    def _carrier(self, tensors: Sequence[Tensor]) -> NcclGroup | None:
-        """The group of NCCL's that these tensors go over, or None: Gloo."""
-        nccl = self.context.nccl
-        return self._nccl if nccl is not None and any(map(nccl.carries, tensors)) else None
-
-    def _ordered_reduce_scatter(self, output: Tensor, input: Tensor, op: Any, opts: Any) -> WireWork:
+    def _ordered_reduce_scatter(self, output: Tensor, input: Tensor, opts: Any, inner: Any) -> WireWork:
         input = input.contiguous()
         in_place = output.data_ptr() == _part(input, self._rank, self._size).data_ptr()
-        if in_place and self._is_over_gloo(input) and not self._is_on_device(input):
-            return self._ordered_reduce_scatter_in_place(output, input, op, opts)
+        if in_place and inner is self._gloo and not self._is_on_device(input):
+            return self._ordered_reduce_scatter_in_place(output, input, opts)
         summands = torch.empty_like(input)  # [W * n]: every rank's r-th part, in the order of ranks
         rank, size = self._rank, self._size  # do not capture self: see the note on abort
         piece_bytes = self._piece_bytes
-        in_pieces = self._is_over_gloo(input) and piece_bytes > 0
+        in_pieces = inner is self._gloo and piece_bytes > 0
 
-        def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
+        def call(group: Any, ins: list[Tensor], outs: list[Tensor], opts: Any) -> Any:
             if not in_pieces:
-                return group.alltoall_base(outs[0], ins[0], [], [], c10d.AllToAllOptions())
+                return group.alltoall_base(outs[0], ins[0], [], [], opts)
             rounds: list[Any] = []
             for to, source in _partners(rank, size):
                 sent, place = _part(ins[0], to, size), _part(outs[0], source, size)
@@ -399,16 +404,17 @@ class Wire(dist.ProcessGroup):
             return in_order(rounds)
 
         def add() -> None:
-            _sum_in_order(summands.view(size, -1).unbind(), output, op, opts)
+            _sum_in_order(summands.view(size, -1).unbind(), output, opts)
 
-        return self._send("reduce_scatter", input.nbytes, [input], [summands], call, then=add, results=[output])
+        options = c10d.AllToAllOptions()
+        return self._send("reduce_scatter", input.nbytes, [input], [summands], call, options, inner, add, [output])
 
-    def _ordered_reduce_scatter_in_place(self, output: Tensor, input: Tensor, op: Any, opts: Any) -> WireWork:
+    def _ordered_reduce_scatter_in_place(self, output: Tensor, input: Tensor, opts: Any) -> WireWork:
         """The first part to come has a place of its own, each later one that of the part sent before."""
         rank, size, summands, piece_bytes = self._rank, self._size, dict[int, Tensor](), self._piece_bytes
         spare = torch.empty_like(output)  # [n]
 
-        def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
+        def call(group: Any, ins: list[Tensor], outs: list[Tensor], opts: Any) -> Any:
             place, rounds = outs[0].view(-1), []
             for to, source in _partners(rank, size):
                 sent, summands[source] = _part(ins[0], to, size), place
@@ -418,11 +424,11 @@ class Wire(dist.ProcessGroup):
 
         def add() -> None:
             summands[rank] = output.view(-1)
-            _sum_in_order([summands[r] for r in range(size)], output, op, opts)
+            _sum_in_order([summands[r] for r in range(size)], output, opts)
 
-        return self._send("reduce_scatter", input.nbytes, [input], [spare], call, then=add, results=[output])
+        return self._send("reduce_scatter", input.nbytes, [input], [spare], call, None, self._gloo, add, [output])
 
-    def _ordered_all_reduce(self, tensor: Tensor, op: Any, opts: Any) -> WireWork:
+    def _ordered_all_reduce(self, tensor: Tensor, opts: Any, inner: Any) -> WireWork:
         """Every rank gets all summands in one exchange and adds them itself, so that no collective is issued from a
         callback, where ranks could differ in order. For that bit parity it sends W/2 times the bytes of a ring."""
         flat = tensor.reshape(-1).clone()  # [n]
@@ -431,16 +437,14 @@ class Wire(dist.ProcessGroup):
         size = self._size
 
         def add() -> None:
-            _sum_in_order(summands.view(size, -1).unbind(), flat, op, opts)
+            _sum_in_order(summands.view(size, -1).unbind(), flat, opts)
             tensor.copy_(flat.view_as(tensor))
 
-        call = _gather(self._rank, self._size, self._piece_bytes, ring=self._ring)
-        if not self._is_over_gloo(tensor):
-            call = _call("_allgather_base", c10d.AllgatherOptions())
+        call, options = _all_gather, c10d.AllgatherOptions()
+        if inner is self._gloo:
+            call = _gather(self._rank, self._size, self._piece_bytes, ring=self._ring)
         sent = tensor.nbytes * (size - 1)
-        return self._send(
-            "all_reduce", tensor.nbytes, [flat], [summands], call, then=add, results=[tensor], bytes_=sent
-        )
+        return self._send("all_reduce", tensor.nbytes, [flat], [summands], call, options, inner, add, [tensor], sent)
 
     def _send(
         self,
@@ -449,111 +453,81 @@ class Wire(dist.ProcessGroup):
         inputs: list[Tensor],
         outputs: list[Tensor],
         call: _InnerCall,
-        *,
+        opts: Any,
+        group: Any = None,
         then: Callable[[], None] | None = None,
         results: list[Tensor] | None = None,
         bytes_: int | None = None,
         direction: LinkDirection = LinkDirection.BOTH,
     ) -> WireWork:
         """Number, meter and issue one collective. `then` runs when its outputs have arrived. A `direction` other than BOTH
-        is of a transfer between two ranks."""
-        tensors, whole_group, streams = [*inputs, *outputs], direction is LinkDirection.BOTH, self.context.streams
-        _check_plain(tensors)
-        self._meet(whole_group, tensors)
-        issued = self.context.record_issue(
-            self._name_,
-            whole_group=whole_group,
-            kind=kind,
-            size=self._size,
-            payload_bytes=payload_bytes,
-            link_bytes=link_bytes(kind, payload_bytes, self._size) if bytes_ is None else bytes_,
-            dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
-        )
-        self.context.reserve_link(issued, direction)
-        if self.context.on_issue is not None:
-            self.context.on_issue([*tensors, *(results or ())])
-        group, ins, outs = self._inner(tensors, whole_group), inputs, outputs
-        unstage: Callable[[], None] | None = None
-        is_on_host = group is self._gloo or group is self._shared
-        if is_on_host and streams is not None and any(map(streams.holds, tensors)):
-            ins, outs, unstage = stage(streams, inputs, outputs)
-        over_nccl = self._nccl is not None and group is self._nccl.inner
-        dropped = self.context.dropped_work(self._size)
-        blocking = dropped is not None or not over_nccl
-        timed = self.context.time_nccl(issued) if over_nccl else None
-        issue_s = time.perf_counter()
-        inner: Any = dropped or self._issue(call, group, ins, outs)
-        if isinstance(group, SharedGroup) and dropped is None:  # what others are to read was copied
-            issued.put = issue_s, time.perf_counter()
-        if inner is not None and blocking:
-            self.context.track(issued, [*ins, *outs], inner)
-        elif inner is not None:
-            self.context.track(issued, (), NcclOutcome(inner))  # NCCL's work would keep its outputs
-
-        def finish() -> None:
-            if unstage is not None:
-                unstage()
-            if then is not None:
-                then()
-
-        results = results or outputs
-        end = finish if unstage or then else None
-        uses = [*tensors, *results] if over_nccl or then is not None else []
-        work = WireWork(
-            self.context,
-            issued,
-            inner,
-            results,
-            finish=end,
-            blocking=blocking,
-            sliced=whole_group,
-            timed=timed,
-            uses=uses,
-        )
+        is of a transfer between two ranks. FSDP issues three for each unit of a step, so nothing here may take long."""
+        context, size, tensors = self.context, self._size, [*inputs, *outputs]
+        for t in tensors:
+            if isinstance(t, DTensor):
+                raise TypeError(_NOT_PLAIN)
+        group = self._inner(tensors[0]) if group is None else group
+        nccl = self._nccl if self._nccl is not None and group is self._nccl.inner else None
+        if nccl is not None and not nccl.met and size > 1:
+            nccl.met = True  # to make its communicator waits for all ranks, and cannot be aborted: a barrier can
+            self.barrier().wait()
+        sent = link_bytes(kind, payload_bytes, size) if bytes_ is None else bytes_
+        dtype, whole_group = (tensors[0].dtype if tensors else None), direction is LinkDirection.BOTH
+        issued = context.record_issue(self._name_, whole_group, kind, size, payload_bytes, sent, dtype)
+        if context.link is not None:
+            context.reserve_link(issued, direction)
+        if context.on_issue is not None:
+            context.on_issue([*tensors, *(results or ())])
+        if opts is not None:
+            opts.asyncOp = True  # else NCCL returns no work, so that nobody could time it or see that it hangs
+        inner: Any = context.dropped if size > 1 else None
+        blocking, is_shared = nccl is None or inner is not None, isinstance(group, SharedGroup)
+        finish, timed = then, None
+        if not blocking:
+            timed = context.time_nccl(issued)
+            try:
+                inner = call(group, inputs, outputs, opts)
+            except RuntimeError:  # it may have been aborted just now
+                context.check()
+                raise
+            context.track(issued, (), NcclOutcome(inner))  # NCCL's work would keep its outputs
+        else:
+            ins, outs, streams = inputs, outputs, context.streams
+            if streams is not None and tensors and group is self._host and streams.holds(tensors[0]):
+                ins, outs, finish = stage(streams, inputs, outputs, then)
+            if inner is None:
+                issue_s = time.perf_counter()
+                if is_shared:
+                    group.unit = issued.unit
+                given = group, ins, outs, opts
+                inner = _hidden(call, *given) if context.hide_from_profiler else call(*given)
+                if is_shared:  # what others are to read was copied
+                    issued.put = issue_s, time.perf_counter()
+            if inner is not None:
+                context.track(issued, [t.untyped_storage() for t in (*ins, *outs)], inner)
+        results = outputs if results is None else results
+        uses = tensors + results if nccl is not None or then is not None else ()
+        work = WireWork(context, issued, inner, results, finish, blocking, timed, uses)
         self._issued += 1
         if self._together is not None:
             self._together.append(work)
         return work
 
-    def _meet(self, whole_group: bool, tensors: list[Tensor]) -> None:
-        """Before the first collective over NCCL, which makes the communicator, all ranks come to a barrier over Gloo: making
-        it waits for all ranks, and cannot be aborted."""
-        nccl = self._carrier(tensors)
-        if nccl is not None and not nccl.met and whole_group and self._size > 1:
-            nccl.met = True
-            self.barrier().wait()
-
-    def _issue(self, call: _InnerCall, group: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
-        """Issue an operation of an inner group, out of a profiler's sight where the context says so."""
-        if self._nccl is not None and group is self._nccl.inner:
-            try:
-                return call(group, inputs, outputs)
-            except RuntimeError:  # it may have been aborted just now
-                self.context.check()
-                raise
-        if not self.context.hide_from_profiler:
-            return call(group, inputs, outputs)
-        torch._C._autograd._enable_record_function(False)  # in this thread, and where the operation runs
-        try:
-            return call(group, inputs, outputs)
-        finally:
-            torch._C._autograd._enable_record_function(True)
-
-    def _inner(self, tensors: Sequence[Tensor], whole_group: bool = True) -> Any:
-        """The group that carries these: of GPUs NCCL's, or in memory that ranks share; else the host's. `whole_group`: not
-        between two ranks. Those go over the host: NCCL runs the sends and receives of a pair one after the other, and two
-        ranks that both begin with a send would wait for ever."""
-        if whole_group and (nccl := self._carrier(tensors)) is not None:
-            return nccl.inner
-        if self._on_gpu is not None and whole_group and tensors and all(map(self._is_on_device, tensors)):
-            return self._on_gpu
-        return self._gloo if self._shared is None else self._shared
+    def _inner(self, tensor: Tensor) -> Any:
+        """The group that carries a collective of such a tensor: of GPUs NCCL's, or in memory that ranks share; else the
+        host's."""
+        if isinstance(tensor, DTensor):
+            raise TypeError(_NOT_PLAIN)
+        nccl = self.context.nccl
+        if self._nccl is not None and nccl is not None and nccl.carries(tensor):
+            return self._nccl.inner
+        return self._on_gpu if self._on_gpu is not None and self._is_on_device(tensor) else self._host
 
 
 def stage(
-    streams: Streams, inputs: list[Tensor], outputs: list[Tensor]
+    streams: Streams, inputs: list[Tensor], outputs: list[Tensor], then: Callable[[], None] | None
 ) -> tuple[list[Tensor], list[Tensor], Callable[[], None]]:
-    """GPU tensors on the host, for Gloo, and what copies outputs back. A tensor that is both stays one tensor; an
+    """GPU tensors on the host, for Gloo, and what copies outputs back before `then`. A tensor that is both stays one; an
     output that is no input gets memory and no copy. Memory is pinned, so that a copy is one transfer. Both copies wait:
     Gloo's threads read inputs at once, and the time of a wait has the copy back in it."""
     hosts = {id(t): streams.host_memory(t.numel(), t.dtype).view(t.shape) for t in [*inputs, *outputs]}
@@ -563,24 +537,18 @@ def stage(
     def unstage() -> None:
         for t in outputs:
             t.copy_(hosts[id(t)])
+        if then is not None:
+            then()
 
     return [hosts[id(t)] for t in inputs], [hosts[id(t)] for t in outputs], unstage
 
 
-def _op(opts: Any) -> Any:
-    return _Op.SUM if opts is None else opts.reduceOp.op
+def _all_gather(group: Any, ins: list[Tensor], outs: list[Tensor], opts: Any) -> Any:
+    return group._allgather_base(outs[0], ins[0], opts)
 
 
-def _asynchronous(opts: Any) -> Any:
-    """For a synchronous collective NCCL returns no work, so that nobody could time it or see that it hangs."""
-    if opts is not None:
-        opts.asyncOp = True
-    return opts
-
-
-def _call(name: str, opts: Any) -> _InnerCall:
-    """A collective of one output and one input."""
-    return lambda group, ins, outs: getattr(group, name)(outs[0], ins[0], _asynchronous(opts))
+def _all_reduce(group: Any, ins: list[Tensor], outs: list[Tensor], opts: Any) -> Any:
+    return group.allreduce(outs, opts)
 
 
 def _part(whole: Tensor, r: int, size: int) -> Tensor:
@@ -610,7 +578,7 @@ def _gather(rank: int, size: int, piece_bytes: int, *, ring: bool) -> _InnerCall
     """An all-gather over Gloo, from place to place: each rank with all others; or in a ring, in the order of
     ranks, so that between hosts a part is sent once, not once for each rank there."""
 
-    def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
+    def call(group: Any, ins: list[Tensor], outs: list[Tensor], opts: Any) -> Any:
         shard, parts, rounds = ins[0].reshape(-1), [_part(outs[0], r, size) for r in range(size)], list[Any]()
         copies = parts[rank].data_ptr() != shard.data_ptr()
         if copies and ring:
@@ -629,12 +597,13 @@ def _gather(rank: int, size: int, piece_bytes: int, *, ring: bool) -> _InnerCall
     return call
 
 
-def _check_plain(tensors: Sequence[Tensor]) -> None:
-    """A DTensor has no memory of its own, and what a rank holds of it differs from rank to rank."""
-    if any(isinstance(t, DTensor) for t in tensors):
-        given = "a DTensor, such as a sharded parameter or its gradient, and takes plain tensors"
-        instead = "gradients are the mean over the ranks already, and else give it to_local() or full_tensor()"
-        raise TypeError(f"a collective was given {given}; {instead}")
+def _hidden(call: _InnerCall, *arguments: Any) -> Any:
+    """Issue an operation out of a profiler's sight."""
+    torch._C._autograd._enable_record_function(False)  # in this thread, and where the operation runs
+    try:
+        return call(*arguments)
+    finally:
+        torch._C._autograd._enable_record_function(True)
 
 
 def _open_gloo(store: Any, rank: int, size: int, timeout: timedelta, address: str = "") -> Any:
@@ -658,29 +627,18 @@ def _open_gloo(store: Any, rank: int, size: int, timeout: timedelta, address: st
         raise ConnectionError(f"Gloo could not connect the ranks ({str(e).splitlines()[0][:200]})") from None
 
 
-def _in_place(name: str, opts: Any) -> _InnerCall:
-    """A collective that works on a list of tensors in place."""
-    return lambda group, ins, outs: getattr(group, name)(outs, _asynchronous(opts))
-
-
-def _sum_natively(inner_opts: Any, op: Any, opts: Any, outputs: list[Tensor], size: int) -> Callable[[], None] | None:
-    """Set the inner operation; returns what remains to be done after it. A mean is a sum and a division: Gloo's own AVG
-    only summed in reduce-scatter before 2.13."""
-    inner_opts.reduceOp = _Op.SUM if op in _RANK_ORDERED_OPS else opts.reduceOp
-    return lambda: _scale(outputs[0], op, opts, size)
-
-
-def _sum_in_order(summands: Sequence[Tensor], output: Tensor, op: Any, opts: Any) -> None:
-    """output = summands[0] + summands[1] + ... in this order, then the scale of `op`. summands: W of [n], overwritten;
-    output: [n], which may be one of them."""
+def _sum_in_order(summands: Sequence[Tensor], output: Tensor, opts: Any) -> None:
+    """output = summands[0] + summands[1] + ... in this order, then the scale of the operation. summands: W of [n],
+    overwritten; output: [n], which may be one of them."""
     flat, total, last = output.view(-1), summands[0], len(summands) - 1
     for r in range(1, len(summands)):
         becomes = flat if r == last or summands[r].data_ptr() == flat.data_ptr() else total
         total = torch.add(total, summands[r], out=becomes)
-    _scale(flat, op, opts, len(summands))
+    _scale(flat, opts, len(summands))
 
 
-def _scale(output: Tensor, op: Any, opts: Any, size: int) -> None:
+def _scale(output: Tensor, opts: Any, size: int) -> None:
+    op = opts.reduceOp.op
     if op == _Op.AVG:
         output.div_(size)
     elif op == _Op.PREMUL_SUM:

@@ -19,8 +19,6 @@ rank. So their pages can appear at the addresses of the buffer, and an all-gathe
 pages are mapped for this process alone: what is written to them becomes a copy of the page, which no other rank sees, and
 which would hide what its rank writes there later. So the engine refuses it, and who is to write is given copies: `hold`."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import mmap
@@ -33,7 +31,7 @@ import torch
 from torch import Tensor
 
 from fsdp_lab.wire.arena import Arena, ArenaBlock, Mapping as MappedFile
-from fsdp_lab.wire.shared_memory import Check, Contents, Peers, SharedGroup, SharedWork, What
+from fsdp_lab.wire.shared_memory import Contents, SharedGroup, SharedWork, What
 
 _SETTLE_S = 1e-4  # between two looks at what others have read
 _FIXED, _POPULATE, _NORESERVE, _NO_ACCESS = 0x10, 0x8000, 0x4000, 0  # of mmap, on Linux; the module lacks some
@@ -139,8 +137,8 @@ def _libc() -> Any:
 class HostGroup(SharedGroup):
     """The `SharedGroup` of tensors on the host. Memory for what is sent can be had from it: see the note."""
 
-    def __init__(self, rank: int, size: int, arena: Arena, peers: Peers, check: Check, timeout_s: float) -> None:
-        super().__init__(rank, size, arena, peers, check, timeout_s)
+    def __init__(self, rank: int, size: int, arena: Arena, *others: Any) -> None:
+        super().__init__(rank, size, arena, *others)
         self._host = arena
         self._mapped: WeakValueDictionary[int, MappedShards] = WeakValueDictionary()  # by the address of the whole
         arena.watch(self.poll)
@@ -186,11 +184,11 @@ class HostGroup(SharedGroup):
         mapped.show_own()
 
         def finish(contents: Contents) -> None:
-            for r, content in contents.items():
-                if content.numel() != mapped.shard.nbytes:
+            for r, (offset, nbytes) in contents.items():
+                if nbytes != mapped.shard.nbytes:
                     raise RuntimeError(f"{self.peers[r].name} did not map its shard where this one did")
                 arena = self.peers[r].arena
                 assert isinstance(arena, MappedFile)
-                mapped.show(r, arena, content.data_ptr() - arena.address)
+                mapped.show(r, arena, offset)
 
-        return self._issue(What.MAPPED_GATHER, self._others(mapped.shard), finish, in_place=True)
+        return self._issue(What.MAPPED_GATHER, self._others(mapped.shard), finish, self._find(mapped.shard))

@@ -4,8 +4,6 @@ A collective reserves the link when it is issued, and completes when its bytes h
 them, whichever is later. Each rank reserves on its own. The sum in rank order is computed while the link is busy, as a
 GPU's collectives add while they receive."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import os

@@ -1,11 +1,8 @@
 """`Meter`: the collectives that crossed the wire, and how long computing waited for them."""
 
-from __future__ import annotations
-
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fsdp_lab.base.events import Span, Track, Traffic
 
@@ -25,7 +22,7 @@ def link_bytes(kind: str, payload_bytes: int, size: int) -> int:
     return times * payload_bytes * (size - 1) // size
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass
 class Collective:
     """One collective as seen by this rank. Times are of its `time.perf_counter`, in seconds.
 
@@ -45,7 +42,7 @@ class Collective:
     backward: int = 0  # how many backwards had ended when it was issued
     start_s: float | None = None  # when the device began; None on a CPU
     end_s: float | None = None  # when its results were available; None if unknown
-    waits: list[tuple[float, float]] = field(default_factory=list)  # (from, to) in which a thread waited for it
+    waits: tuple[tuple[float, float], ...] = ()  # (from, to) in which a thread waited for it
     put: tuple[float, float] | None = None  # (from, to) in which its issue copied what others read: in shared memory
     link_end_s: float | None = None  # when the emulated link has carried it; None without one
     by_future: bool = False  # waited for in C++, where the wait is not visible: DDP's reducer
@@ -62,42 +59,29 @@ class Collective:
 
 
 class Meter:
-    """Keeps collectives until they are taken, once per step. Thread-safe."""
+    """Keeps collectives until they are taken, once per step. Thread-safe, as deques are."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._kept: deque[Collective] = deque(maxlen=_MOST)
         self._copies: deque[tuple[str, float, float]] = deque(maxlen=_MOST)
-        self._backwards = 0
-
-    def issued(self, collective: Collective) -> None:
-        with self._lock:
-            collective.backward = self._backwards
-            self._kept.append(collective)
+        self.issued = self._kept.append  # to be called with each collective
+        self.backwards = 0  # how many have ended
 
     def copied(self, unit: str, start_s: float, end_s: float) -> None:
         """A unit's parameters or gradients were copied between host and device."""
-        with self._lock:
-            self._copies.append((unit, start_s, end_s))
+        self._copies.append((unit, start_s, end_s))
 
     def end_backward(self) -> None:
         """Collectives issued from now on belong to another backward: see `exposed`."""
-        with self._lock:
-            self._backwards += 1
+        self.backwards += 1
 
     def take(self) -> list[Collective]:
         """The collectives issued since the last call, in order."""
-        with self._lock:
-            taken = list(self._kept)
-            self._kept.clear()
-        return taken
+        return [self._kept.popleft() for _ in range(len(self._kept))]
 
     def take_copies(self) -> list[tuple[str, float, float]]:
         """The host copies since the last call: (unit, from, to)."""
-        with self._lock:
-            taken = list(self._copies)
-            self._copies.clear()
-        return taken
+        return [self._copies.popleft() for _ in range(len(self._copies))]
 
 
 def traffic(collectives: Sequence[Collective], exposed_s: Mapping[str, float] | None = None) -> dict[str, Traffic]:

@@ -15,8 +15,6 @@ Note: memory. NCCL's work holds its outputs, so nothing that outlives a collecti
 events, and an observer the `NcclOutcome`. A future is completed on a side stream, so that the stream that computes does not
 wait (`WireWork`, which also says how long memory lives then)."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -7,6 +7,9 @@ others and reads their arenas, of all earlier collectives of the group first, in
 all ranks. So issuing waits for nobody, and a wait waits for the others to issue, not for their waits: what does not
 deadlock over Gloo does not here. (Only who is RING collectives ahead waits for others to read.)
 
+An entry is marked with the unit for which it was issued: a rank does not read what another one meant for something else.
+Transfers between two ranks have channels of their own, as they are in no order with collectives, and arrive in their order.
+
 Sums are added in the order of ranks, by each rank for itself: the same bits everywhere, and in an all-reduce. No thread
 of ours runs beside the ranks: where there are as many as cores, it would take the time of one. A future, which DDP asks
 for, is completed in a thread that waits (`WireWork`).
@@ -18,22 +21,22 @@ readers."""
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import threading
 import time
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, distributed as dist
 from torch.autograd.profiler import record_function
 
-from fsdp_lab.wire.arena import ALIGN, Mapping as MappedFile, memory_file
+from fsdp_lab.wire.arena import ALIGN, ArenaBlock, Mapping as MappedFile, memory_file
 from fsdp_lab.wire.channels import (
     CHANNEL_BYTES,
     RING,
@@ -48,6 +51,7 @@ from fsdp_lab.wire.channels import (
     SharedPeer,
     exchange_descriptors,
 )
+from fsdp_lab.wire.meter import Collective
 
 _SLICE_S = 0.05  # the longest wait in C, hence how late an abort is seen
 _CHUNK_BYTES = 256 << 10  # of a sum: stays in a core's cache
@@ -55,6 +59,7 @@ _DEVICE_CHUNK_BYTES = 64 << 20  # on a device each is some kernels
 _CLOSE_S = 1.0  # for others to read what was published, when a group is closed
 _PART_S, _LOOK_S = 1.0, 0.005  # for others to close what this rank has exported, and between two looks
 _CLOSED = "the process group is closed"
+_KIND_BITS = 8  # of the word that says what an entry is; above them is its mark
 
 _Op: Any = dist.ReduceOp.RedOpType
 _COMBINE: Mapping[Any, Callable[..., Tensor]] = {
@@ -68,8 +73,12 @@ _COMBINE: Mapping[Any, Callable[..., Tensor]] = {
 }
 G = TypeVar("G", bound="SharedGroup")
 Memory = TypeVar("Memory", bound=BlockMemory)
-Contents = dict[int, Tensor]  # by rank, what it offers to this one: uint8
+Contents = dict[int, tuple[int, int]]  # by rank, where in its memory the bytes for this one begin, and how many
+Offers = Mapping[int, Tensor]  # by rank, what it is to read
+Finish = Callable[[Contents], None]
+Lent = tuple[ArenaBlock, int] | None  # see `SharedGroup._find`
 Peers = Mapping[int, SharedPeer]
+Ends = tuple[Peers, Peers]
 Check = Callable[[], None]
 
 
@@ -86,6 +95,7 @@ class What(IntEnum):
     GATHER = 8
     BARRIER = 9
     MAPPED_GATHER = 10
+    TRANSFER = 11
 
 
 class Unusable(RuntimeError):
@@ -99,22 +109,22 @@ class Section:
     def __init__(self) -> None:
         self._lock, self._unusable = threading.Lock(), ""
 
-    @contextmanager
-    def held(self, timeout_s: float) -> Iterator[None]:
-        """Raises NotYet after the timeout, and Unusable."""
+    def held(self, timeout_s: float) -> Self:
+        """To be entered at once. Raises NotYet after the timeout, and Unusable."""
         if not self._lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
             raise NotYet("another thread is inside")
-        try:
-            if self._unusable:
-                raise Unusable(self._unusable)
-            yield
-        except Exception:
-            raise
-        except BaseException:
-            self._unusable = "an interrupt came in the middle of a collective; open the process groups again"
-            raise
-        finally:
+        if self._unusable:
             self._lock.release()
+            raise Unusable(self._unusable)
+        return self
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is not None and not issubclass(error, Exception):
+            self._unusable = "an interrupt came in the middle of a collective; open the process groups again"
+        self._lock.release()
 
     def close(self, timeout_s: float) -> None:
         """Waits until nobody is inside, or for the timeout: nobody enters any more."""
@@ -125,14 +135,17 @@ class Section:
 
 class SharedWork:
     """A collective that this rank has issued, as `dist.Work`. `finish` is given what the others offer. `on_read` is called
-    when it has been read, by whoever reads it."""
+    with `issued` when it has been read, by whoever reads it."""
 
-    def __init__(self, group: SharedGroup, what: What, finish: Callable[[Contents], None]) -> None:
-        self._group, self._what, self._finish = group, what, finish
-        self._taken: dict[int, tuple[int, int]] = {}  # by rank, where in its memory its bytes begin, and how many
-        self._failed: str | None = None
-        self._done = False
-        self.on_read: Callable[[], None] | None = None
+    _failed: str | None = None
+    _done = False
+    issued: Collective
+    on_read: Callable[[Collective], None] | None = None
+
+    def __init__(self, group: SharedGroup, word: int, about: str, finish: Finish, sources: Peers) -> None:
+        """`word`: what entries of others are to be. `about`: its mark, in words."""
+        self._group, self._word, self._about, self._finish, self._sources = group, word, about, finish, sources
+        self._taken: Contents = {}
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Raises NotYet after the timeout, if it is not 0, and RuntimeError if it has failed."""
@@ -152,7 +165,7 @@ class SharedWork:
         """Returns whether all ranks have issued it."""
         if not self._done:
             self._group.look()
-        return self._done or len(self._taken) == len(self._group.peers)
+        return self._done or len(self._taken) == len(self._sources)
 
     def try_finish(self) -> bool:
         """Read it if no rank has to be waited for. Returns whether it is completed."""
@@ -165,44 +178,54 @@ class SharedWork:
 
     def take(self, end_s: float) -> None:
         """The entries of the others, in the order of issue. Raises NotYet. If one has left, the work fails."""
-        for r, peer in self._group.peers.items():
+        for r, peer in self._sources.items():
             if r not in self._taken and self._failed is None:
                 try:
-                    what, *where = peer.take(end_s)
+                    word, begin, nbytes = peer.take(end_s)
                 except PeerGone as e:
                     self._failed = str(e)
                     return
-                self._taken[r] = where[0], where[1]
-                if what != self._what:
-                    theirs, own = What(what).name.lower(), self._what.name.lower()
-                    self._failed = f"{peer.name} issued {theirs} where this rank issued {own}"
+                self._taken[r] = begin, nbytes
+                if word != self._word:
+                    self._compare(peer.name, word)
+
+    def _compare(self, name: str, word: int) -> None:
+        """If one has no mark, only kinds are compared."""
+        theirs, own = (What(w & (1 << _KIND_BITS) - 1) for w in (word, self._word))
+        another = "another tag" if own is What.TRANSFER else "another unit"
+        if theirs is not own:
+            self._failed = f"{name} issued {theirs.name.lower()} where this rank issued {own.name.lower()}"
+        elif word >> _KIND_BITS and self._word >> _KIND_BITS:
+            kind = own.name.lower()
+            self._failed = f"{name} issued {kind} of {another} where this rank issued {kind} of {self._about}"
 
     def read(self) -> None:
         """Called when all is taken, or it has failed."""
         try:
             if self._failed is None:
-                with torch.no_grad(), record_function("wire"):
-                    peers = self._group.peers
-                    self._finish({r: peers[r].arena.bytes_at(*where) for r, where in self._taken.items()})
+                with profiled():
+                    self._finish(self._taken)
                     self._group.arena.synchronize()  # what was read has been read then
         except Exception as e:
             self._failed = str(e) or type(e).__name__
         finally:
             for r in self._taken:
-                self._group.peers[r].from_.acknowledge()
-            self._done, self._finish, self._taken = True, _nothing, {}
+                self._sources[r].from_.acknowledge()
+            self._done, self._finish, self._taken = True, lambda _: None, {}
             if self.on_read is not None:
-                self.on_read()
+                self.on_read(self.issued)
 
 
 class SharedGroup:
     """See above. Tensors are where the memory is: on the host (host_group.py), or on a GPU that ranks share (gpu_memory.py).
     The methods after `close` are named and called as those of torch's groups."""
 
-    def __init__(self, rank: int, size: int, arena: BlockMemory, peers: Peers, check: Check, timeout_s: float) -> None:
-        """`peers`: the other ranks. `check` raises after an abort."""
-        self.peers, self._rank, self._size, self.arena, self._check = peers, rank, size, arena, check
-        self._timeout_s = timeout_s
+    def __init__(self, rank: int, size: int, arena: BlockMemory, ends: Ends, check: Check, timeout_s: float) -> None:
+        """`ends`: the other ranks, with channels for collectives, and for transfers. `check` raises after an abort."""
+        self._rank, self._size, self.arena, self._check, self._timeout_s = rank, size, arena, check, timeout_s
+        self.peers, self._transfers = ends
+        self._pairs: dict[int, SharedGroup] = {}  # with the transfers to another rank and from it, once there are any
+        self.unit = ""  # on whose behalf a collective is issued next
         self.all_parted = True  # whether, once it is closed, no other rank may still have its memory open
         self._issued: deque[SharedWork] = deque()  # and not read, oldest first
         self._issuing, self._reading = Section(), Section()
@@ -224,16 +247,17 @@ class SharedGroup:
 
     def poll(self) -> None:
         """Take back the memory of what others have read, unless another thread is issuing."""
-        with contextlib.suppress(NotYet, Unusable), self._issuing.held(0.0):
-            for peer in self.peers.values():
-                while peer.to.poll_ack():
-                    continue
+        if unread := [peer.to for peer in self.peers.values() if peer.to.unread]:
+            with contextlib.suppress(NotYet, Unusable), self._issuing.held(0.0):
+                for channel in unread:
+                    while channel.poll_ack():
+                        continue
+        for pair in self._pairs.values():
+            pair.poll()
 
     def _make_room(self, channel: Channel) -> None:
         """Until a channel takes one more entry. The other rank may be waiting for this one to read."""
         end_s = time.monotonic() + self._timeout_s
-        while channel.poll_ack():
-            continue
         while channel.unread >= RING:
             self._check()
             if time.monotonic() > end_s:
@@ -244,9 +268,10 @@ class SharedGroup:
 
     def close(self, *, aborted: bool) -> list[Channel]:
         """Leave. Returns channels whose entries others have yet to read: `release_unread` when they have left, too."""
-        for section in (self._reading, self._issuing):
+        groups = [self, *self._pairs.values()]
+        for section in (section for group in groups for section in (group._reading, group._issuing)):
             section.close(_CLOSE_S)
-        end_s, channels = time.monotonic() + _CLOSE_S, [peer.to for peer in self.peers.values()]
+        channels, end_s = [peer.to for group in groups for peer in group.peers.values()], time.monotonic() + _CLOSE_S
         for channel in channels:
             while channel.poll_ack(0.0 if aborted else max(0.0, end_s - time.monotonic())):
                 continue
@@ -262,50 +287,73 @@ class SharedGroup:
             peer.leave()
 
     def _issue(
-        self, what: What, offers: Mapping[int, Tensor], finish: Callable[[Contents], None], *, in_place: bool = False
+        self, what: What, offers: Offers, finish: Finish, lent: Lent = None, tag: int | None = None
     ) -> SharedWork:
-        """`offers`: what some ranks are to read. One tensor for several is put into the arena once. `in_place`: not at all,
-        if it is there."""
-        work = SharedWork(self, what, finish)
+        """A tensor that is offered to several is put into the arena once; not at all if it is `lent`. `tag`: of a transfer,
+        to the rank that is offered something, or from the other."""
+        to = sources = self.peers
+        if tag is None:
+            mark, about = zlib.crc32(self.unit.encode()), self.unit
+        else:
+            mark, about, to, sources = tag + 1, f"tag {tag}", to if offers else {}, {} if offers else sources
+        word = what | mark << _KIND_BITS
+        work = SharedWork(self, word, about, finish, sources)
         with self._issuing.held(threading.TIMEOUT_MAX):
-            for peer in self.peers.values():
-                self._make_room(peer.to)
-            places, reference = self._lend(offers, len(self.peers), in_place=in_place)
+            for peer in to.values():
+                while peer.to.poll_ack():
+                    continue
+                if peer.to.unread >= RING:
+                    self._make_room(peer.to)
+            places, reference = self._lend(offers, lent, len(to))
             if places:
                 self.arena.synchronize()
-            self._issued.append(work)
-            for r, peer in self.peers.items():
-                peer.to.publish(what, *places.get(r, (0, 0)), reference)
+            if sources:
+                self._issued.append(work)
+            for r, peer in to.items():
+                peer.to.publish(word, *places.get(r, (0, 0)), reference)
+        if not sources:
+            work.read()
         return work
 
-    def _lend(
-        self, offers: Mapping[int, Tensor], readers: int, *, in_place: bool = False
-    ) -> tuple[dict[int, tuple[int, int]], BlockReference]:
-        """Where each rank finds its bytes, and how many. `in_place`: offers are contiguous parts of one tensor."""
-        place = next((self.arena.find(t) for t in offers.values()), None) if in_place and readers else None
-        if place is not None:
-            shared, first = place
-            self.arena.share(shared)
-            begin = next(iter(offers.values())).data_ptr()
-            places = {r: (first + t.data_ptr() - begin, t.nbytes) for r, t in offers.items()}
-            return places, BlockReference(self.arena, shared, readers)
-        distinct = {id(t): t for t in offers.values()}
-        ends = list(itertools.accumulate((-(-t.nbytes // ALIGN) * ALIGN for t in distinct.values()), initial=0))
-        block = self.arena.allocate(ends[-1]) if ends[-1] and readers else None
-        if block is None:
+    def _lend(self, offers: Offers, lent: Lent, readers: int) -> tuple[Contents, BlockReference]:
+        """Where each rank finds its bytes, and how many."""
+        if lent is not None and readers:
+            block, shift = lent
+            self.arena.share(block)
+            places = {r: (t.data_ptr() + shift, t.nbytes) for r, t in offers.items()}
+            return places, BlockReference(self.arena, block, readers)
+        begins, end = dict[int, int](), 0
+        for t in offers.values():
+            if id(t) not in begins:
+                begins[id(t)], end = end, end + -(-t.nbytes // ALIGN) * ALIGN
+        if not end or not readers:
             return {}, BlockReference(self.arena, None, readers)
-        begins = dict(zip(distinct, (block.offset + begin for begin in ends), strict=False))
-        for key, t in distinct.items():
-            self.arena.bytes_at(begins[key], t.nbytes).view(t.dtype).view(t.shape).copy_(t.detach())
-        return {r: (begins[id(t)], t.nbytes) for r, t in offers.items()}, BlockReference(self.arena, block, readers)
+        block = self.arena.allocate(end)
+        places = {r: (block.offset + begins[id(t)], t.nbytes) for r, t in offers.items()}
+        for r, t in offers.items():
+            if begins.pop(id(t), None) is not None:
+                _shaped(self.arena.bytes_at(*places[r], t.dtype), t).copy_(t.detach())
+        return places, BlockReference(self.arena, block, readers)
+
+    def _find(self, tensor: Tensor) -> Lent:
+        """The block of the arena that a tensor is in, and what is to be added to an address in it for the place in the
+        file; None where others do not read it there."""
+        found = self.arena.find(tensor) if tensor.is_contiguous() else None
+        return None if found is None else (found[0], found[1] - tensor.data_ptr())
+
+    def _content(self, r: int, where: tuple[int, int], like: Tensor) -> Tensor:
+        """What a rank offers, as a tensor of the shape and type of another."""
+        if where[1] != like.nbytes:
+            raise RuntimeError(f"a rank gave {where[1]} bytes where this one expects {like.nbytes}")
+        return _shaped(self.peers[r].arena.bytes_at(*where, like.dtype), like)
 
     def _others(self, tensor: Tensor) -> dict[int, Tensor]:
         return dict.fromkeys(self.peers, tensor)
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> SharedWork:
         """output: [W * n], input: [n]"""
-        parts = output.detach().view(-1).chunk(self._size) if output.numel() else [output] * self._size
-        return self._gather_all(list(parts), input)
+        flat = output.detach() if output.dim() == 1 else output.detach().view(-1)
+        return self._gather_all(flat.chunk(self._size) if flat.numel() else [flat] * self._size, input)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SharedWork:
         return self._gather_all(outputs[0], inputs[0])
@@ -314,53 +362,55 @@ class SharedGroup:
         place = parts[self._rank]
         if place.data_ptr() != own.data_ptr():
             place.detach().copy_(own.detach().reshape(place.shape))
-        offered = place.detach() if place.is_contiguous() and self.arena.find(place) else own
-        in_place, places = offered is not own, {r: parts[r] for r in self.peers}
-        return self._move(What.ALL_GATHER, self._others(offered), places, in_place=in_place)
+        lent, places = self._find(place), {r: parts[r] for r in self.peers}
+        return self._move(What.ALL_GATHER, self._others(own if lent is None else place), places, lent)
 
     def _move(
-        self, what: What, offers: Mapping[int, Tensor], places: Mapping[int, Tensor], *, in_place: bool = False
+        self, what: What, offers: Offers, places: Offers, lent: Lent = None, tag: int | None = None
     ) -> SharedWork:
         """`places`: by rank, for what it offers to this one."""
 
         def finish(contents: Contents) -> None:
             for r, place in places.items():
-                _put(contents[r], place)
+                place.detach().copy_(self._content(r, contents[r], place))
 
-        return self._issue(what, offers, finish, in_place=in_place)
+        return self._issue(what, offers, finish, lent, tag)
 
-    def _reduce(
-        self, what: What, offers: Mapping[int, Tensor], opts: Any, output: Tensor | None, own: Tensor, **how: bool
-    ) -> SharedWork:
-        """What all ranks give is combined in the output; None: another rank has it."""
-        _check_operator(opts)
+    def _reduce(self, what: What, offers: Offers, opts: Any, out: Tensor | None, own: Tensor, lent: Lent) -> SharedWork:
+        """What all ranks give is combined in `out`; None: another rank has it."""
+        if (operator := _COMBINE.get(opts.reduceOp.op)) is None:
+            raise RuntimeError(f"{opts.reduceOp.op} is no reduction of this process group")
 
         def finish(contents: Contents) -> None:
-            if output is not None:
-                _combine(opts, output, own, self._rank, contents)
+            if out is not None:
+                flat = _flat(out)
+                given = {r: self._content(r, where, flat) for r, where in contents.items()}
+                given[self._rank] = _flat(own)
+                _combine(operator, flat, [given[r] for r in sorted(given)])
+                if flat.data_ptr() != out.data_ptr():  # it is not contiguous
+                    out.detach().copy_(flat.view(out.shape))
 
-        return self._issue(what, offers, finish, **how)
+        return self._issue(what, offers, finish, lent)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> SharedWork:
         """output: [n], which may be its part of the input: [W * n]"""
-        _check_operator(opts)
         if output.untyped_storage().data_ptr() != input.untyped_storage().data_ptr():
             self.arena.keep_private(output)
-        flat = input.detach().reshape(-1)
-        parts = list(flat.chunk(self._size)) if flat.numel() else [flat] * self._size
-        place, offers = self.arena.find(flat), {r: parts[r] for r in self.peers}
-        in_place = place is not None and not place[0].is_mapped  # else a user sends what is gathered
-        return self._reduce(What.REDUCE_SCATTER, offers, opts, output, parts[self._rank], in_place=in_place)
+        flat = _flat(input)
+        parts = flat.chunk(self._size) if flat.numel() else [flat] * self._size
+        lent, offers = self._find(flat), {r: parts[r] for r in self.peers}
+        lent = None if lent is not None and lent[0].is_mapped else lent  # a user sends what is gathered
+        return self._reduce(What.REDUCE_SCATTER, offers, opts, output, parts[self._rank], lent)
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> SharedWork:
         (tensor,) = tensors
-        return self._reduce(What.ALL_REDUCE, self._others(tensor), opts, tensor, tensor)
+        return self._reduce(What.ALL_REDUCE, self._others(tensor), opts, tensor, tensor, None)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> SharedWork:
         (tensor,), root = tensors, opts.rootRank
         if self._rank == root:
-            return self._reduce(What.REDUCE, {}, opts, tensor, tensor)
-        return self._reduce(What.REDUCE, {root: tensor}, opts, None, tensor)
+            return self._reduce(What.REDUCE, {}, opts, tensor, tensor, None)
+        return self._reduce(What.REDUCE, {root: tensor}, opts, None, tensor, None)
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
@@ -392,6 +442,19 @@ class SharedGroup:
 
     def barrier(self, opts: Any = None) -> SharedWork:
         return self._move(What.BARRIER, {}, {})
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> SharedWork:
+        """Complete at once: nothing has to be waited for."""
+        return self._pair(to)._move(What.TRANSFER, {to: tensors[0]}, {}, None, tag)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> SharedWork:
+        return self._pair(source)._move(What.TRANSFER, {}, {source: tensors[0]}, None, tag)
+
+    def _pair(self, r: int) -> SharedGroup:
+        if r not in self._pairs:
+            ends = {r: self._transfers[r]}, dict[int, SharedPeer]()
+            self._pairs[r] = SharedGroup(self._rank, self._size, self.arena, ends, self._check, self._timeout_s)
+        return self._pairs[r]
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         """Waits have the limit of who waits."""
@@ -427,19 +490,20 @@ def open_shared(
 
     def offer() -> tuple[tuple[Semaphores, MappedFile, Memory], list[int]]:
         spin_s = SPIN_S if most_ranks <= len(os.sched_getaffinity(0)) else 0.0
-        semaphores, control, own = Semaphores(spin_s), memory_file(size * CHANNEL_BYTES), arena()
-        for r in range(size):
-            Channel(semaphores, control, r).make()
+        semaphores, control, own = Semaphores(spin_s), memory_file(2 * size * CHANNEL_BYTES), arena()
+        for i in range(2 * size):
+            Channel(semaphores, control, i).make()
         return (semaphores, control, own), [control.descriptor, *own.descriptors]
 
     def use(made: tuple[Semaphores, MappedFile, Memory], theirs: Mapping[int, PeerConnection]) -> G:
-        (semaphores, control, own), peers = made, dict[int, SharedPeer]()
+        (semaphores, control, own), peers, transfers = made, dict[int, SharedPeer](), dict[int, SharedPeer]()
         for r in sorted(theirs, key=lambda r: (r - rank) % size):  # not all ranks read the same one first
             its_control, *its_memory = theirs[r].descriptors
             its, memory = MappedFile(its_control, writes=True), own.peer(r, its_memory)
-            to, from_ = Channel(semaphores, control, r), Channel(semaphores, its, rank)
-            peers[r] = SharedPeer(f"rank {r} of the group", memory, to, from_, theirs[r])
-        return group(rank, size, own, peers, check, timeout.total_seconds())
+            for kind, first in ((peers, 0), (transfers, size)):
+                to, from_ = Channel(semaphores, control, first + r), Channel(semaphores, its, first + rank)
+                kind[r] = SharedPeer(f"rank {r} of the group", memory, to, from_, theirs[r])
+        return group(rank, size, own, (peers, transfers), check, timeout.total_seconds())
 
     return exchange_descriptors(store, rank, size, offer, use, timeout.total_seconds())
 
@@ -454,13 +518,18 @@ def unavailable() -> str:
     return ""
 
 
-def _nothing(_: Contents) -> None:
-    return
+def profiled() -> AbstractContextManager[Any]:
+    """A profiler sees that operators inside are not the model's."""
+    return record_function("wire") if torch.autograd._profiler_enabled() else contextlib.nullcontext()
 
 
-def _put(content: Tensor, target: Tensor) -> None:
-    """content: uint8, the bytes of a tensor like `target`"""
-    target.detach().copy_(_like(content, target).view(target.shape))
+def _flat(tensor: Tensor) -> Tensor:
+    """[n], a copy if it is not contiguous"""
+    return tensor.detach() if tensor.dim() == 1 else tensor.detach().reshape(-1)
+
+
+def _shaped(flat: Tensor, like: Tensor) -> Tensor:
+    return flat if like.dim() == 1 else flat.view(like.shape)
 
 
 def _split(whole: Tensor, splits: Sequence[int], size: int) -> list[Tensor]:
@@ -471,32 +540,17 @@ def _split(whole: Tensor, splits: Sequence[int], size: int) -> list[Tensor]:
     return list(torch.split(rows, list(splits)))
 
 
-def _check_operator(opts: Any) -> None:
-    if opts.reduceOp.op not in _COMBINE:
-        raise RuntimeError(f"{opts.reduceOp.op} is no reduction of this process group")
-
-
-def _combine(opts: Any, output: Tensor, own: Tensor, rank: int, contents: Contents) -> None:
-    """output = what all ranks give, combined in their order, chunk by chunk. It may be the memory of `own`."""
-    operator, flat = _COMBINE[opts.reduceOp.op], output.detach().reshape(-1)
-    parts = [
-        _like(contents[r], output) if r in contents else own.detach().reshape(-1) for r in sorted([*contents, rank])
-    ]
+def _combine(operator: Callable[..., Tensor], flat: Tensor, parts: Sequence[Tensor]) -> None:
+    """flat = the parts of all ranks, in their order, combined chunk by chunk; the memory of one, perhaps. All are [n]."""
+    step = max(1, (_CHUNK_BYTES if flat.is_cpu else _DEVICE_CHUNK_BYTES) // flat.itemsize)
     if len(parts) == 1:
         flat.copy_(parts[0])
-    step = max(1, (_CHUNK_BYTES if flat.device.type == "cpu" else _DEVICE_CHUNK_BYTES) // flat.itemsize)
-    scratch = torch.empty_like(flat[: step if len(parts) > 2 else 0])
-    for begin in range(0, flat.numel() if len(parts) > 1 else 0, step):
-        total, *pieces, last = (part[begin : begin + step] for part in parts)
-        for piece in pieces:
-            total = operator(total, piece, out=scratch[: len(piece)])
-        operator(total, last, out=flat[begin : begin + step])
-    if flat.data_ptr() != output.data_ptr():  # it is not contiguous
-        output.detach().copy_(flat.view(output.shape))
-
-
-def _like(content: Tensor, tensor: Tensor) -> Tensor:
-    """[n] of the tensor's dtype"""
-    if content.numel() != tensor.nbytes:
-        raise RuntimeError(f"a rank gave {content.numel()} bytes where this one expects {tensor.nbytes}")
-    return content.view(tensor.dtype)
+    elif len(parts) == 2 and flat.numel() <= step:
+        operator(*parts, out=flat)
+    else:
+        scratch = torch.empty_like(flat[: step if len(parts) > 2 else 0])
+        for begin in range(0, flat.numel(), step):
+            total, *pieces, last = (part[begin : begin + step] for part in parts)
+            for piece in pieces:
+                total = operator(total, piece, out=scratch[: len(piece)])
+            operator(total, last, out=flat[begin : begin + step])

@@ -8,15 +8,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from torch import distributed as dist
-from torch.autograd.profiler import record_function
 
 from fsdp_lab.wire.context import RankAborted, Timed, WireContext, WireTimeout
 from fsdp_lab.wire.meter import Collective
-from fsdp_lab.wire.shared_memory import SharedWork
+from fsdp_lab.wire.shared_memory import SharedWork, profiled
 
 _SLICE = timedelta(seconds=0.1)  # the longest wait in C++, hence how late an abort is seen
 
@@ -48,8 +48,8 @@ class _Rounds(dist.Work):
 class WireWork(dist.Work):
     """Wraps the Gloo or NCCL work of one collective.
 
-    A wait for a work that is not `sliced` cannot be interrupted by an abort. Transfers between two ranks need this: when a
-    wait for one times out, Gloo closes the connection.
+    An abort interrupts a wait, which is cut into slices, but not for a transfer between two ranks over Gloo: when a wait
+    for one times out, Gloo closes the connection.
 
     `finish` is what remains to be done when the bytes have arrived (a sum in rank order, a division, a copy to the
     device). It runs once, in the thread that waits or, if a future was handed out, in the thread that completes it.
@@ -59,30 +59,35 @@ class WireWork(dist.Work):
     the stream that allocated it, so it must be told what another stream uses (`Streams.used_on`): the temporaries of
     `finish`, and on a side stream all tensors, which NCCL's work holds only until a stream waits for it."""
 
+    _finished = _completed = _settled = False  # outputs written; link done too; future done too
+    _future: torch.futures.Future[Any] | None = None
+    _stream: Any = None  # on which a GPU's results are ready
+    _issued_on: Any = None  # the stream, where `finish` uses tensors
+
     def __init__(
         self,
         context: WireContext,
         issued: Collective,
-        inner: dist.Work | None,
+        inner: Any,
         results: list[torch.Tensor],
-        *,
-        finish: Callable[[], None] | None = None,
-        blocking: bool = True,
-        sliced: bool = True,
-        timed: Timed | None = None,
-        uses: Sequence[torch.Tensor] = (),
+        finish: Callable[[], None] | None,
+        blocking: bool,
+        timed: Timed | None,
+        uses: Sequence[torch.Tensor],
     ) -> None:
         """`timed`: of NCCL's. `uses`: the device's tensors, where NCCL or `finish` uses them."""
         super().__init__()
         self._context, self._issued, self._inner, self._results = context, issued, inner, results
-        self._finish, self._blocking, self._sliced = finish, blocking, sliced
-        self._timed, self._uses = timed, uses
+        self._finish, self._blocking, self._timed, self._uses = finish, blocking, timed, uses
         self._once = threading.Lock()
-        self._finished = self._completed = self._settled = False  # outputs written; link done too; future done too
-        self._future: torch.futures.Future[Any] | None = None
-        self._stream: Any = None  # on which a GPU's results are ready
-        self._issued_on = context.streams.current() if uses and context.streams is not None else None
-        self._record_end()
+        if finish is not None and context.streams is not None:
+            self._issued_on = context.streams.current()
+        # When it ends. NCCL's end is that of the stream that waits for it, and what has no future ends with its wait.
+        if blocking and isinstance(inner, SharedWork):
+            inner.issued, inner.on_read = issued, context.ended
+        elif blocking and inner is not None:
+            with contextlib.suppress(RuntimeError):  # Gloo's own reduce-scatter
+                inner.get_future().add_done_callback(partial(context.ended, issued))
 
     # -- torch's interface ----------------------------------------------------------------------------------------
 
@@ -90,17 +95,24 @@ class WireWork(dist.Work):
         """Raises RankAborted, WireTimeout, or RankAborted naming a connection that broke."""
         if self._completed:
             self._order_again()
+        elif not self._blocking and self._finish is None and self._future is None and self._inner is not None:
+            self._wait_stream()  # NCCL's, as FSDP waits for it
+            self._stream = None if self._context.streams is None else self._context.streams.current()
+            self._inner, self._uses, self._finished, self._completed = None, (), True, True
         else:
-            start_s = time.perf_counter()
-            self._wait_inner(timeout)
+            issued, start_s = self._issued, time.perf_counter()
+            if self._inner is not None:
+                self._wait_inner(timeout)
             self._finish_up()
-            self._context.wait_link(self._issued)
+            if issued.link_end_s is not None:
+                self._context.wait_link(issued)
             self._complete()
             if self._blocking:  # otherwise a stream waits, not this thread
-                self._issued.waits.append((start_s, time.perf_counter()))
+                issued.waits += ((start_s, time.perf_counter()),)
             if self._future is not None:
                 self._order_again()
-        self._context.check()
+        if self._context.aborted is not None:
+            self._context.check()
         return True
 
     def synchronize(self) -> None:
@@ -143,7 +155,7 @@ class WireWork(dist.Work):
 
     def followed_by(self, then: Callable[[], object], results: list[torch.Tensor]) -> WireWork:
         """Add to `finish`, and set other results. Only for the caller that issued the work, right away."""
-        before = self._finish
+        before, streams = self._finish, self._context.streams
 
         def both() -> None:
             if before is not None:
@@ -151,6 +163,7 @@ class WireWork(dist.Work):
             then()
 
         self._finish, self._results, self._uses = both, results, (*self._uses, *results)
+        self._issued_on = None if streams is None else streams.current()
         return self
 
     def cancel(self) -> None:
@@ -158,22 +171,6 @@ class WireWork(dist.Work):
         with self._once:
             self._finish = None
         self._settle()
-
-    def _record_end(self) -> None:
-        """Take the time of completion from the inner work's future; without one, the end of the wait counts."""
-        if self._inner is None or not self._blocking:
-            return  # NCCL's time is that of the stream that waits for it (`_wait_stream`)
-        context, issued = self._context, self._issued
-
-        def stamp(_: torch.futures.Future[Any] | None = None) -> None:
-            issued.end_s = max(time.perf_counter(), issued.link_end_s or 0.0)
-            context.untrack(issued)
-
-        if isinstance(self._inner, SharedWork):
-            self._inner.on_read = stamp
-            return
-        with contextlib.suppress(RuntimeError):  # Gloo's own reduce-scatter has no future
-            self._inner.get_future().add_done_callback(stamp)
 
     def _land_when_inner_completes(self) -> None:
         assert self._inner is not None
@@ -201,16 +198,15 @@ class WireWork(dist.Work):
                 self._context.abort(str(e))
 
     def _wait_inner(self, timeout: timedelta | None) -> None:
-        if self._inner is None:
-            return
         if not self._blocking:
             self._wait_stream()
             return
+        sliced = self._issued.ordinal >= 0 or isinstance(self._inner, SharedWork)
         limit_s = timeout.total_seconds() if timeout and timeout.total_seconds() > 0 else self._context.timeout_s
         while True:
             self._context.check()
             try:
-                self._inner.wait(_SLICE if self._sliced else timedelta(seconds=limit_s))
+                self._inner.wait(_SLICE if sliced else timedelta(seconds=limit_s))
                 return
             except RuntimeError:  # the slice is over, it failed, or it completed just now
                 if self._inner.is_completed():
@@ -225,7 +221,7 @@ class WireWork(dist.Work):
 
     def _wait_stream(self) -> None:
         """NCCL: orders the current stream behind the work, without blocking."""
-        assert self._inner is not None and self._context.nccl is not None
+        assert self._context.nccl is not None
         try:
             self._inner.wait()
         except RuntimeError as e:
@@ -253,7 +249,7 @@ class WireWork(dist.Work):
                 if self._stream is None and self._context.streams is not None:
                     self._stream = self._context.streams.current()
                 if finish is not None and self._context.aborted is None:
-                    with self._on_stream(), record_function("wire"):  # its operators are not the model's
+                    with self._on_stream(), profiled():
                         finish()
                 if finish is not None or self._future is not None:
                     self._keep_memory()
@@ -262,12 +258,14 @@ class WireWork(dist.Work):
                     self._inner = None  # NCCL's work holds its outputs
 
     def _on_stream(self) -> AbstractContextManager[Any]:
-        streams = self._context.streams
-        return contextlib.nullcontext() if streams is None or self._stream is None else streams.entered(self._stream)
+        streams, stream = self._context.streams, self._stream
+        if streams is None or stream is None or streams.current() == stream:  # to enter one takes longer than to ask
+            return contextlib.nullcontext()
+        return streams.entered(stream)
 
     def _keep_memory(self) -> None:
         streams = self._context.streams
-        if streams is not None and self._issued_on is not None and self._issued_on != self._stream:
+        if streams is not None and self._issued_on != self._stream:
             for t in filter(streams.holds, self._uses):
                 streams.used_on(t, self._stream)
 
@@ -284,7 +282,8 @@ class WireWork(dist.Work):
             first, self._completed = not self._completed, True
         if first and self._blocking and (self._issued.end_s is None or self._issued.by_future):
             self._issued.end_s = time.perf_counter()  # a future delivers finished results
-        self._settle()
+        if self._future is not None:
+            self._settle()
 
     def _complete_in_alarm(self) -> None:
         """Called in the alarm's thread."""

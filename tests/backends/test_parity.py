@@ -21,7 +21,7 @@ from fsdp_lab.models.configs import resolve
 from fsdp_lab.spec.spec import Spec
 from tests.backends import train
 from tests.covering import tiered
-from tests.engine.parity import Outcome, Outcomes, assert_equal, assert_learned, plan
+from tests.engine.parity import Outcome, Outcomes, assert_equal, plan
 from tests.models.small import filled
 from tests.pool import Place, Pool, RankError
 
@@ -42,17 +42,6 @@ def sharded(backend: str, world_size: int, **changes: Any) -> Spec:
 
 def outcome(outcomes: Outcomes, *parts: tuple[Spec, int], reduction: str = "rank_ordered") -> Outcome:
     return outcomes.of(plan(*parts), reduction=reduction)[0]
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "world_size"), tiered([("sgd", 2), ("adamw", 3)], lambda optimizer, world_size: world_size == 3)
-)
-def test_all_backends_are_equal_bit_for_bit(outcomes: Outcomes, optimizer: str, world_size: int) -> None:
-    lab, *others = outcomes.of(*(plan((sharded(b, world_size, optimizer=optimizer), 3)) for b in BACKENDS))
-    assert all(loss == loss for rank in lab.losses for loss in rank)
-    assert_learned(lab, outcome(outcomes, (sharded("lab", world_size), 0)))
-    for other in others:
-        assert_equal(other, lab)
 
 
 STRATEGIES = [
@@ -135,11 +124,6 @@ def test_fsdp1_accumulates_where_it_is_not_refused(outcomes: Outcomes, sharding:
 def test_a_number_of_micro_batches_is_between_every_one_and_the_last(outcomes: Outcomes) -> None:
     """Of 3, every second one leaves one for the last communication. What has been sent is added up alike."""
     options = {"accumulate": 3, "optimizer": "sgd"}
-    sent = {
-        sync: [spec(2, sync=sync, **options).communicates(i) for i in range(3)] for sync in ("every", 1, 2, "last", 5)
-    }
-    assert sent["every"] == sent[1] == [True] * 3 and sent["last"] == sent[5] == [False, False, True]
-    assert sent[2] == [False, True, True]
     by_sync = {}
     for sync in ("every", "last", 2):
         lab, *others = outcomes.of(*(plan((sharded(b, 2, sync=sync, **options), 2)) for b in BACKENDS))

@@ -48,7 +48,6 @@ PLAN: Options = {
 MODELS = "gpt2-1m,llama-1m,bert-1m,t5-1m,vit-1m,resnet-1m"
 MEMORY: Options = {"model": {"default": MODELS, "metavar": "M,M", "help": f"presets {DEFAULT}"}, "ranks": RANKS}
 DEVICE: Options = {"device": OWN_RANKS["device"]}
-PROGRAM: Options = {**DEVICE, "ranks": number(1)}
 SWITCH: Options = {**DEVICE, "width": number(2048), "layers": number(14), "vocab": number(32000)}
 FAMILIES: Options = {"jobs": number(1, "families at once")}
 TABLE: tuple[tuple[str, str, str, Options], ...] = (
@@ -58,8 +57,6 @@ TABLE: tuple[tuple[str, str, str, Options], ...] = (
     ("memory", "labs", "peak memory of a step, compared with FSDP2's and with the planned one", MEMORY),
     ("metering", "metering", "cost of all that a lab does in a step beyond plain training", METERING),
     ("switch", "switch", "live switches near the memory limit of a GPU", SWITCH),
-    ("torchrun", "programs", "a Spec under torchrun", PROGRAM),
-    ("export", "programs", "an exported script, compared with the lab", PROGRAM),
     ("families", "families", "families of transformers, small: which train, which are refused, and why", FAMILIES),
 )
 BENCHES: tuple[Bench, ...] = tuple((name, measured_by(of, name), text, options) for name, of, text, options in TABLE)

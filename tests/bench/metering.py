@@ -4,9 +4,10 @@ Note: several launches. The memory layout of a form's tensors is random, and con
 2% faster than its equal. So the processes are started several times, with the forms built in another order each time, and
 the error is computed from the differences between launches.
 
-Note: parts. Each rank times what it does beyond a plain step. The vote counts as long as on the rank that comes last to it;
-on a GPU the norm's time contains the one wait for the device. The rest is the wire, and what differs between two builds of
-one form. The only ledger step is a form's third, which is not counted; its time is spread over `LEDGER_STEPS` steps.
+Note: parts. Each rank times what it does beyond a plain step. The vote counts as long as on the rank that comes last to it.
+The one wait for a GPU is in no part, but in the norm where ranks share it. The rest is the wire, and what differs between
+two builds of one form. The only ledger step is a form's third, which is not counted; its time is spread over
+`LEDGER_STEPS` steps.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from fsdp_lab.bench.results import BenchResult, environment, format_spread, rati
 from fsdp_lab.bench.tasks import BenchRank
 from fsdp_lab.cli.bench import planned, say
 from fsdp_lab.cli.console import Refused, at_least
-from fsdp_lab.engine.extras.scaling import Scaler
+from fsdp_lab.engine.extras.dropin import Scaler
 from fsdp_lab.models.batches import Batches
 from fsdp_lab.models.flops import BestPeak, Peak
 from fsdp_lab.rank.rendezvous import RankInfo
@@ -277,9 +278,9 @@ def time_parts(trainer: Trainer, times: PartTimes) -> None:
     """Times what a trainer does beyond a plain loop."""
 
     def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any) -> Any:
+        def call(*given: Any, **more: Any) -> Any:
             with times.of(part):
-                return function(*given)
+                return function(*given, **more)
 
         return call
 

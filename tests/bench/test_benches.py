@@ -33,7 +33,6 @@ def ranks(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
         (["metering", "--backend", "lab,x", "--device", "cpu"], "--backend 'x' is refused"),
         (["memory", "--ranks", "1,2"], "--ranks 1,2 is refused; give numbers of 2 or more"),
         (["families", "gpt3"], "gpt3 is no family"),
-        (["live", "--json", "/nowhere/at/all.json"], "cannot be written"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
@@ -96,11 +95,9 @@ def test_a_family_of_transformers_is_tried_under_every_backend(pool: Pool) -> No
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("ranks")
-def test_switches_and_programs_are_rehearsed_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    few = ["--width", "64", "--layers", "3", "--vocab", "384"]
-    for arguments, key in ((["switch", *few], "switches"), (["torchrun"], "losses"), (["export"], "script")):
-        file = tmp_path / "bench.json"
-        assert main([*arguments, "--device", "cpu", "--json", str(file)]) == 0
-        assert len(json.loads(file.read_text())[key]) >= 3
+def test_switches_are_rehearsed_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few, file = ["--width", "64", "--layers", "3", "--vocab", "384"], tmp_path / "bench.json"
+    assert main(["switch", *few, "--device", "cpu", "--json", str(file)]) == 0
+    assert len(json.loads(file.read_text())["switches"]) >= 3
     printed = capsys.readouterr().out
     assert "fsdp1 to lab" in printed and "DIFFERENT" not in printed

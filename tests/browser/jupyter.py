@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 from playwright.sync_api import Browser, Page, Playwright
 
 from tests.ports import free_ports
+from tests.waiting import until
 
 REPO = Path(__file__).resolve().parents[2]
 CHROMIUM_FLAGS = [
@@ -84,17 +84,13 @@ class JupyterServer:
             self.process = subprocess.Popen(
                 command, env=env, stdout=log, stderr=subprocess.STDOUT, cwd=home, start_new_session=True
             )
-        self._await_start()
+        until(lambda: self._answers() or self.process.poll() is not None, LIMIT_S, "JupyterLab answers")
+        assert self.process.poll() is None, f"JupyterLab did not start:\n{self.log.read_text()[-3000:]}"
 
-    def _await_start(self, timeout_s: float = LIMIT_S) -> None:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            with contextlib.suppress(OSError):
-                self.api("/api/status")
-                return
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"JupyterLab did not start:\n{self.log.read_text()[-3000:]}")
-            time.sleep(0.1)  # between two questions whether it is there, no measure of anything
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError):
+            return bool(self.api("/api/status"))
+        return False
 
     def api(self, path: str, method: str = "GET") -> Any:
         request = urllib.request.Request(

@@ -133,11 +133,7 @@ def test_compare_on_real_ranks(tmp_path: Path):
     for run in told["runs"]:
         assert set(run) == {*KEYS} and len(run["losses"]) == 5
         assert run["losses"] == pytest.approx(told["runs"][0]["losses"], rel=1e-4)
-        assert 0 < run["step_time_s"]["p10"] <= run["step_time_s"]["median"] <= run["step_time_s"]["p90"]
-        assert [len(run[k]) for k in ("tflops_per_rank", "peak_memory_bytes", "rss_bytes")] == [2, 2, 2]
-        assert run["comm_bytes_per_step"].keys() == run["comm_s_per_step"].keys()
         assert 0 < sum(run["exposed_comm_s_per_step"].values()) < run["step_time_s"]["p90"]
-        assert Spec.from_dict(run["spec"])
 
 
 def test_a_spec_that_cannot_fit_names_the_option(

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -23,6 +22,7 @@ from fsdp_lab.cli import jupyter
 from fsdp_lab.cli.console import Refused
 from fsdp_lab.cli.jupyter import missing
 from fsdp_lab.cli.main import main
+from tests.waiting import until
 
 
 def test_notebooks_are_copied_where_asked_and_changed_ones_stay(tmp_path: Path):
@@ -98,14 +98,12 @@ def test_it_serves_until_ctrl_c_and_leaves_nothing(tmp_path: Path):
         process.wait()
 
 
-def url_of(log: Path, process: subprocess.Popen[bytes], timeout_s: float = 60) -> tuple[str, str]:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if found := re.search(r"(http://127\.0\.0\.1:\d+)/lab/tree/\S+\?token=(\w+)", log.read_text()):
-            return found[1], found[2]
-        assert process.poll() is None, log.read_text()
-        time.sleep(0.1)
-    raise AssertionError(log.read_text())
+def url_of(log: Path, process: subprocess.Popen[bytes]) -> tuple[str, str]:
+    url = re.compile(r"(http://127\.0\.0\.1:\d+)/lab/tree/\S+\?token=(\w+)")
+    until(lambda: url.search(log.read_text()) or process.poll() is not None, what="its URL")
+    found = url.search(log.read_text())
+    assert found, log.read_text()
+    return found[1], found[2]
 
 
 def ask(url: str, data: dict[str, str] | None = None):

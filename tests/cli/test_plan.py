@@ -71,7 +71,10 @@ def test_the_best_strategy_the_largest_model_and_the_fewest_gpus(capsys: pytest.
 
 
 def test_a_preset_is_planned_without_torch() -> None:
-    code = "import sys; from fsdp_lab.cli.main import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    shaped = "from fsdp_lab.planner.shapes import shape_for; shape_for('llama-7b'); assert 'numpy' not in sys.modules"
+    code = (
+        f"import sys; {shaped}; from fsdp_lab.cli.main import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code, *SEVEN], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines()[-1] == "False"
 

@@ -29,7 +29,6 @@ from fsdp_lab.runs.saving import CheckpointConfig, SavedCheckpoint
 from fsdp_lab.runs.sweep import combine
 from fsdp_lab.runs.view import Request
 from fsdp_lab.spec.spec import Spec
-from tests import waiting
 from tests.frames import Model, Step
 from tests.traces import traced
 
@@ -37,10 +36,6 @@ PARAMETERS = {"gpt2-1m": 1_100_000, "gpt2-10m": 10_600_000, "gpt2-124m": 124_000
 MIB = 1 << 20
 TRACED_EVERY = 5  # steps
 BLOCKS = {"gpt2-1m": 4, "gpt2-10m": 12, "gpt2-124m": 12}
-
-
-def until(what: Callable[[], Any], meanwhile: Callable[[], object] = lambda: None) -> None:
-    waiting.until(what, meanwhile=meanwhile)
 
 
 def event(spec: Spec, run: str, rank: int, step: int, *, first: bool = False, seed: int = 0) -> StepEvent:

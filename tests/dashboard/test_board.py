@@ -17,21 +17,15 @@ from fsdp_lab.runs import Comparison, RunState
 from fsdp_lab.runs.history import History
 from fsdp_lab.runs.parity import Verdict
 from fsdp_lab.spec.spec import Spec
-from tests.dashboard.fake_lab import FakeLab, event, until
-from tests.dashboard.test_feed import Show
+from tests.dashboard.conftest import Show
+from tests.dashboard.fake_lab import FakeLab, event
 from tests.lab.kept import RecordedRun, told
+from tests.waiting import until
 
 
 def run_of(spec: Spec, steps: int, name: str = "past", *, first: int = 0) -> RecordedRun:
     ranks = range(spec.world_size)
     return told(spec, [event(spec, name, r, n, first=n == first) for n in range(first, steps) for r in ranks], id=name)
-
-
-@pytest.fixture
-def show():
-    s = Show()
-    yield s
-    s.lab.close()
 
 
 @pytest.fixture

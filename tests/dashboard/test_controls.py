@@ -17,7 +17,8 @@ from fsdp_lab.dashboard.opened_forms import WritingForm
 from fsdp_lab.planner.questions import LESS, DoesNotFit
 from fsdp_lab.runs import RunState
 from fsdp_lab.spec.spec import Precision, Spec
-from tests.dashboard.fake_lab import FakeLab, until
+from tests.dashboard.fake_lab import FakeLab
+from tests.waiting import until
 
 FIELDS = [f.name for title in TITLES for f in controls_of(title)]
 
@@ -54,7 +55,7 @@ class Desk:
         self.controls.tick(run, events)
 
     def until(self, what: Callable[[], bool]) -> None:
-        until(what, self.tick)
+        until(what, meanwhile=self.tick)
 
     def start(self) -> None:
         self.controls.start()
@@ -385,7 +386,7 @@ def test_a_text_is_asked_for_while_the_run_trains_and_when_it_is_over():
         return html.unescape(re.sub("<[^>]*>", "", form.message.value))
 
     def until_said(text: str) -> None:
-        until(lambda: said() == text, form.tick)
+        until(lambda: said() == text, meanwhile=form.tick)
         form.tick()
 
     assert form.widget.layout.display == "none" and form._write.disabled, "the ranks hold nothing"

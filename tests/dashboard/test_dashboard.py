@@ -18,7 +18,8 @@ from fsdp_lab.lab import Lab
 from fsdp_lab.runs import RunState
 from fsdp_lab.runs.diagnosis import diagnose
 from fsdp_lab.runs.steps import EventStore
-from tests.dashboard.fake_lab import FakeLab, until
+from tests.dashboard.fake_lab import FakeLab
+from tests.waiting import until
 
 
 def ticking() -> list[threading.Thread]:
@@ -41,14 +42,6 @@ def dashboard(lab):
     made = Dashboard(lab)
     yield made
     made.close()
-
-
-def test_it_can_be_shown(lab, dashboard, monkeypatch):
-    """In a message of its own; a real kernel sends it in tests/front_ends."""
-    shown: list[object] = []
-    monkeypatch.setattr("IPython.display.display", shown.append)
-    dashboard._ipython_display_()
-    assert shown == [dashboard.widget] and "layout" in dashboard._live.first
 
 
 @pytest.mark.slow

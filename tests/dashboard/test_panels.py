@@ -141,16 +141,6 @@ def columns(panel, index: int = 0):
     return {name: source.column(name).tolist() for name in source.numbers}
 
 
-def test_loss_is_the_mean_that_ranks_agree_on():
-    panel = LossPanel(StepAxis(), 2)
-    told = steps(5)
-    panel.update(told)
-    assert columns(panel)["loss"] == [s.events[0].mean_loss for s in told]
-    assert panel.captions().reading == f"{told[-1].events[0].mean_loss:.4f} at step 4"
-    span = panel.patches()["loss.y"]
-    assert span["start"] < min(columns(panel)["loss"]) <= max(columns(panel)["loss"]) < span["end"]
-
-
 @pytest.mark.parametrize(("language", "words"), [(True, "9.0000 (perplexity 8103)"), (False, "9.0000")])
 def test_evaluations_are_points_in_the_plot_of_the_loss_and_in_its_words(language, words):
     frame = StepAxis()
@@ -163,6 +153,7 @@ def test_evaluations_are_points_in_the_plot_of_the_loss_and_in_its_words(languag
     panel.update([told[2], Step(events=(told[3].events[0], of_rank_1)), told[4]])
     drawn = columns(panel)
     assert [step for step, loss in zip(drawn["step"], drawn["eval_loss"], strict=True) if loss == 9] == [3]
+    assert drawn["loss"] == [s.events[0].mean_loss for s in told]
     assert panel.sources[0].all().texts["evaluation"] == ["", "", "", words, ""]
     assert len(panel.captions().legend) == 2 and f"Held-out loss {words} at step 3." in panel.captions().note
     assert panel.patches()["loss.y"]["end"] > 9

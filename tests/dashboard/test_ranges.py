@@ -6,22 +6,18 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from fsdp_lab.dashboard.panels.axis import SpanRange, ZeroRange, round_up, step_window
+from fsdp_lab.dashboard.panels.axis import SpanRange, ZeroRange, step_window
 
 POSITIVE = st.floats(1e-6, 1e12)
 
 
-@given(POSITIVE)
-def test_round_numbers_lie_above_and_near(value):
-    assert value <= round_up(value) * (1 + 1e-9)
-    assert round_up(value) <= 1.6 * value
-
-
 @given(st.lists(POSITIVE, min_size=1, max_size=30))
 def test_a_range_from_zero_holds_its_data(values):
+    """Closely, where nothing was larger before."""
     axis = ZeroRange()
     for value in values:
         assert axis.cover(np.array([value])) >= value * 0.999
+    assert ZeroRange().cover(np.array(values)) <= 2 * max(values)
 
 
 def test_a_range_from_zero_does_not_follow_noise_and_shrinks_when_the_data_has_left_it():

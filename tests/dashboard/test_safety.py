@@ -18,7 +18,8 @@ from fsdp_lab.runs import RunState
 from fsdp_lab.runs.recovery import REPLICA, Incident
 from fsdp_lab.runs.saving import SavedCheckpoint
 from fsdp_lab.spec.faults import DRILLS
-from tests.dashboard.fake_lab import FakeLab, until
+from tests.dashboard.fake_lab import FakeLab
+from tests.waiting import until
 
 
 class Desk:
@@ -48,7 +49,7 @@ class Desk:
         self.box.tick(run)
 
     def until(self, what: Callable[[], bool]) -> None:
-        until(what, self.tick)
+        until(what, meanwhile=self.tick)
 
     def lose(self) -> None:
         """A rank of a run that goes on."""

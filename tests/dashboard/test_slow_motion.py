@@ -11,7 +11,8 @@ from fsdp_lab.cluster import RankError
 from fsdp_lab.dashboard.controls import Controls
 from fsdp_lab.dashboard.slow_motion import SlowMotionBox
 from fsdp_lab.runs import RunState
-from tests.dashboard.fake_lab import FakeLab, until
+from tests.dashboard.fake_lab import FakeLab
+from tests.waiting import until
 
 
 class Desk:
@@ -38,7 +39,7 @@ class Desk:
         getattr(self.box, f"_{name}").click()
 
     def until(self, what: Callable[[], bool]) -> None:
-        until(what, self.box.tick)
+        until(what, meanwhile=self.box.tick)
 
     def begin(self) -> None:
         """The first phase of a step."""

@@ -16,12 +16,11 @@ from fsdp_lab.dashboard.panels import PANELS, StepAxis
 from fsdp_lab.report import write_report
 from fsdp_lab.runs import Comparison, RunState, WatchedRun
 from fsdp_lab.runs.steps import Step
-from fsdp_lab.spec.loops import WatchedLoop
 from fsdp_lab.spec.spec import Spec
-from tests.dashboard.fake_lab import FakeLab, event, until
+from tests.dashboard.fake_lab import FakeLab, event
+from tests.lab.events import LOOP
+from tests.waiting import until
 
-LOOP = WatchedLoop(model="Net", backend="fsdp2", sharding="full_shard", shard_size=2, parameters=1000, units=2,
-                   optimizer="AdamW", precision="fp32", offload="none", world_size=2, device="cpu")  # fmt: skip
 BEGIN = {"loop": LOOP.to_dict(), "notes": ["Communication is not measured."], "started_unix_s": 1.0,
          "device_name": "CPU", "software": {}}  # fmt: skip
 

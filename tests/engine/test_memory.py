@@ -143,7 +143,7 @@ class Auditor:
         where = f"before {phase.value} {unit or 'root'} {direction.value}"
         got, flat = held(self.model), self.units[""].flats[0]
         alive = {n for n, u in self.units.items() if u.state in (UnitState.GATHERING, UnitState.UNSHARDED)}
-        filling = {name for name, u in self.units.items() if u.has_gradient}
+        filling = {name for name, u in self.units.items() if any(flat.gradients.is_waiting for flat in u.flats)}
         reducing = {self.of[id(r.target)] for r in self.runtime.reducing if r.unsharded is not None}
         # ZeRO-1 keeps what it gathered once
         self.ever = self.ever | alive if self.strategy.sharding == "zero1" else alive

@@ -126,7 +126,7 @@ def _simulated(place: Place, name: str, over: str = "", without: Wait | None = N
         with wire_on_device(place, over) as wire, wire.on(device):
             place.context.start_timing()
             trained = train(place, name, device)
-            place.context.read_timing()
+            place.context.end_timing()()
     return device.races[0] if device.races else trained
 
 

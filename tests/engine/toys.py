@@ -159,7 +159,7 @@ def is_clean(model: Any) -> None:
     """Between two steps: nothing is gathered, nothing is under way."""
     assert [unit.name for unit in units_of(model) if unit.state is not UnitState.SHARDED] == []
     runtime = runtime_of(model)
-    assert runtime.backward is None and not runtime.reducing and not runtime.recomputes
+    assert runtime.backward is None and not runtime.reducing
 
 
 class FailsBackward(torch.autograd.Function):

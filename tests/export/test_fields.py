@@ -149,9 +149,3 @@ def test_weights_are_named_by_an_absolute_folder(tmp_path: Path, monkeypatch: py
     assert f'WEIGHTS = "{tmp_path}/model"' in script(given)[0]
     with pytest.raises(SpecError, match="of another shape"):
         script(given.replace(model="gpt2-10m"))
-
-
-def test_a_spec_goes_out_and_comes_back() -> None:
-    for field, others, value in FIELDS:
-        given = spec(**{**others, field: value})
-        assert Spec.from_json(given.to_json()) == given

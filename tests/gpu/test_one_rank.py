@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,13 +14,13 @@ import pytest
 import torch
 from torch.autograd.profiler import profile, record_function
 from torch.profiler import DeviceType
-from transformers import masking_utils
 
 from fsdp_lab.base.events import StepEvent
-from fsdp_lab.rank import trainer as trainer_module
+from fsdp_lab.export import export_script
 from fsdp_lab.rank.ledger import KernelTimes
 from fsdp_lab.rank.trainer import _pinned
 from fsdp_lab.spec.spec import Spec
+from tests.export.ranks import losses_of, torchrun
 from tests.pool import Place, Pool
 from tests.rank.test_session import DDP, session
 
@@ -93,37 +95,41 @@ def test_the_ledger_s_sum_is_what_the_allocator_says(ran: Callable[..., list[Any
     assert e.memory.outside_bytes > 0
 
 
-def waits_only_to_read(place: Place, given: dict[str, Any]) -> list[int]:
-    """Three steps in which nothing but the read of a loss makes the host wait for the device; else torch raises. What they
-    make once, and a ledger's step, comes before. Decoders of transformers ask whether a sample is of several texts."""
+def waits_only_to_read(place: Place, given: dict[str, Any]) -> tuple[list[int], int]:
+    """Three steps in which nothing but the read of a vote makes the host wait for the device; else torch raises. What they
+    make once, and a ledger's step, comes before. Returns the steps, and how many votes were read before the update."""
     s, mode = session(place), torch.cuda.set_sync_debug_mode
     s.apply("gpu", given)
     s.train(3)
-    read = trainer_module._read
+    reads, read = [0], torch.Tensor.tolist
 
-    def reading(*scalars: torch.Tensor) -> list[float]:
+    def reading(t: torch.Tensor) -> Any:
+        reads[0] += t.is_cuda
         mode("default")
-        values = read(*scalars)
-        mode("error")
-        return values
+        try:
+            return read(t)
+        finally:
+            mode("error")
 
-    with (
-        mock.patch.object(trainer_module, "_read", reading),
-        mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
-    ):
+    with mock.patch.object(torch.Tensor, "tolist", reading):
         mode("error")
         try:
             steps = [e["step"] for e in s.train(3)["events"]]
         finally:
             mode("default")
     s.close()
-    return steps
+    return steps, reads[0]
 
 
-@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"backend": "fsdp2"}, DDP], ids=str)
-def test_the_host_waits_only_to_read_the_loss(pool: Pool, changes: dict[str, Any]) -> None:
-    given = as_spec(**changes, accumulate=2, clip_norm=1.0).to_dict()
-    assert pool.run(waits_only_to_read, 1, given, devices=ONE, reduction=None) == [[3, 4, 5]]
+FUSED = {"optimizer_args": {"fused": True}}
+READING = [({}, 3), ({"precision": "bf16"}, 3), ({"backend": "fsdp2"}, 3), (DDP, 3), (FUSED, 1), (FUSED | DDP, 1)]
+
+
+@pytest.mark.parametrize(("changes", "reads"), READING, ids=str)
+def test_the_host_waits_only_to_read_the_vote(pool: Pool, changes: dict[str, Any], reads: int) -> None:
+    """That of a fused update when the next step begins, but the last one's."""
+    given = as_spec(**{"clip_norm": 1.0 if reads == 3 else None, **changes}, accumulate=2).to_dict()
+    assert pool.run(waits_only_to_read, 1, given, devices=ONE, reduction=None) == [([3, 4, 5], reads)]
 
 
 def kernels_in(events: Iterable[Any]) -> list[tuple[int, int, bool]]:
@@ -180,3 +186,15 @@ def test_a_batch_on_the_gpu_stays_there() -> None:
     batch = {"ids": torch.ones(2, device="cuda"), "labels": torch.ones(2)}
     pinned = _pinned(batch, torch.device("cuda:0"))
     assert pinned["ids"] is batch["ids"] and pinned["labels"].is_pinned()
+
+
+def test_a_spec_and_its_script_train_under_torchrun_as_a_session_does(
+    ran: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {"backend": "fsdp2"}
+    given, file = as_spec(devices=ONE, **changes), tmp_path / "spec.json"
+    file.write_text(given.to_json())
+    wanted = pytest.approx([e.mean_loss for e in told_by(ran, "fp32", EACH.index(changes))], rel=1e-5)
+    printed = torchrun(1, "-m", "fsdp_lab.rank", file, "--steps", "3").splitlines()
+    assert [json.loads(line)["mean_loss"] for line in printed if line.startswith("{")] == wanted
+    assert losses_of(torchrun(1, export_script(given, tmp_path / "train.py"), "--steps", "3")) == wanted

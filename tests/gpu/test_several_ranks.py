@@ -20,7 +20,7 @@ from fsdp_lab.rank.ledger import KernelTimes
 from fsdp_lab.rank.trainer import checksum
 from fsdp_lab.spec.checkpoint_format import begin, finish
 from fsdp_lab.spec.spec import Spec
-from tests.gpu.test_one_rank import EACH, alone_s, as_spec, kernels_in, waits_only_to_read
+from tests.gpu.test_one_rank import EACH, FUSED, alone_s, as_spec, kernels_in, waits_only_to_read
 from tests.pool import Place, Pool, RankError
 from tests.rank.test_checkpoint import _resumed, _undisturbed
 from tests.rank.test_hang import LIMIT_S, _hangs
@@ -184,8 +184,7 @@ def _exposed(place: Place, given: dict[str, Any]) -> tuple[float, float]:
         s.apply("gpu", given)
         (event,) = [StepEvent.from_dict(e) for e in s.train(3)["events"] if e["ledger"]]
         s.close()
-    told = (t.exposed_seconds for kind, t in event.comm.items() if kind != "control")
-    return sum(told), alone_s(traced[0])
+    return sum(t.exposed_seconds for t in event.comm.values()), alone_s(traced[0])
 
 
 @pytest.mark.parametrize("devices", [OWN])
@@ -196,10 +195,14 @@ def test_exposed_communication_is_what_the_trace_shows(pool: Pool, devices: Sequ
 
 
 @pytest.mark.parametrize("devices", [OWN])
+@pytest.mark.parametrize(("changes", "reads"), [({"clip_norm": 1.0}, 3), (FUSED, 1)], ids=str)
 @pytest.mark.parametrize("name", list(BACKENDS))
-def test_over_nccl_the_host_waits_only_to_read_the_loss(pool: Pool, devices: Sequence[str], name: str) -> None:
-    given = as_spec(2, **BACKENDS[name], accumulate=2, clip_norm=1.0).to_dict()
-    assert pool.run(waits_only_to_read, 2, given, devices=devices, reduction=None) == [[3, 4, 5]] * 2
+def test_over_nccl_the_host_waits_only_to_read_the_vote(
+    pool: Pool, devices: Sequence[str], name: str, changes: dict[str, Any], reads: int
+) -> None:
+    given = as_spec(2, **BACKENDS[name], accumulate=2, **changes).to_dict()
+    found = pool.run(waits_only_to_read, 2, given, devices=devices, reduction=None)
+    assert found == [([3, 4, 5], reads)] * 2
 
 
 def test_the_number_of_ranks_changes_while_a_lab_trains(monkeypatch: pytest.MonkeyPatch) -> None:

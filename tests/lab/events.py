@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from fsdp_lab.base.events import Memory, StepEvent, Traffic
+from fsdp_lab.spec.loops import WatchedLoop
 from fsdp_lab.spec.spec import Spec
 
 SPEC = Spec()
+LOOP = WatchedLoop(model="Net", backend="fsdp2", sharding="full_shard", shard_size=2, parameters=1000, units=3,
+                   optimizer="AdamW", precision="fp32", offload="none", world_size=2, device="cpu")  # fmt: skip
 
 
 def event(rank: int, step: int, spec: Spec = SPEC, **more: Any) -> StepEvent:

@@ -15,17 +15,13 @@ from fsdp_lab.dashboard.forms import HIDDEN
 from fsdp_lab.dashboard.opened_forms import DiagnosisBox
 from fsdp_lab.runs.diagnosis import Diagnosis, diagnose
 from fsdp_lab.runs.steps import EventStore
-from fsdp_lab.spec.loops import Trained, WatchedLoop
+from fsdp_lab.spec.loops import Trained
 from fsdp_lab.spec.param_groups import unwrapped
 from fsdp_lab.spec.spec import Spec
-from tests.lab.events import event
+from tests.lab.events import LOOP, event
 
 MIB = 1 << 20
 SHARDS = Memory(parameters_bytes=10 * MIB, gradients_bytes=10 * MIB, optimizer_bytes=20 * MIB, limit_bytes=1000 * MIB)
-LOOP = WatchedLoop(
-    model="Net", backend="fsdp2", sharding="full_shard", shard_size=2, parameters=1, units=3, optimizer="AdamW",
-    precision="fp32", offload="none", world_size=2, device="cpu",
-)  # fmt: skip
 
 
 def found(spec: Trained, events: Sequence[StepEvent] = (), failure: Cause | None = None) -> tuple[Diagnosis, ...]:

@@ -41,6 +41,8 @@ SIZES = {
     "intermediate_size": 48,
     "vocab_size": 300,
 }
+HEADS = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+BART = {"model_type": "bart", "d_model": 32, "vocab_size": 300, "encoder_layers": 2, "decoder_layers": 2, **HEADS}
 
 
 def filled(model: str | Mapping[str, Any], seed: int = 0) -> nn.Module:

@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch import nn
+from torch import Tensor, nn
+from transformers import masking_utils
 
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.models import build
+from fsdp_lab.models import build, own
 from fsdp_lab.models.build import Initializer, build_skeleton, parameters_on_meta
 from fsdp_lab.models.configs import resolve
 from fsdp_lab.models.wrapping import blocks, units
+from fsdp_lab.spec.spec import Spec
 from tests.engine.toys import make
-from tests.models.small import SIZES, SMALL, filled, part
+from tests.models.small import BART, SIZES, SMALL, filled, part
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -45,9 +47,6 @@ def test_a_skeleton_is_the_eager_model_without_its_values(name: str) -> None:
     assert bool(shared(skeleton)) == (name in ("gpt2", "llama tied", "bert", "t5"))
 
 
-HEADS = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
-LAYERS = {"encoder_layers": 2, "decoder_layers": 2}
-BART = {"model_type": "bart", "d_model": 32, "vocab_size": 300, **HEADS, **LAYERS}
 WIDTHS = {"d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 48}
 FUNNEL = {"model_type": "funnel", "vocab_size": 300, "block_sizes": [2, 2], "num_decoder_layers": 1, **WIDTHS}
 
@@ -324,3 +323,24 @@ def test_a_model_without_blocks_is_refused_with_a_way_out() -> None:
     with pytest.raises(SpecError, match="no repeated blocks were found in this model; use min_params:N or whole") as e:
         units(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "block")
     assert e.value.fix == {"wrap": "whole"}
+
+
+@pytest.mark.parametrize(
+    ("packed", "name", "times"), [(False, own._PACKED, 1), (True, own._PACKED, 3), (False, "?", 3)]
+)
+def test_a_model_is_asked_once_whether_sequences_are_packed(
+    monkeypatch: pytest.MonkeyPatch, packed: bool, name: str, times: int
+) -> None:
+    """It waits for a GPU to answer. Where it says yes, or transformers asks otherwise, it is asked every time."""
+    model, ids, asked = filled(SMALL["llama tied"]), torch.arange(64).view(2, 32), list[int]()
+    wanted = model(input_ids=ids, labels=ids)["loss"]
+
+    def answer(positions: Tensor) -> Tensor | None:
+        asked.append(1)
+        return torch.zeros_like(ids) if packed else None
+
+    monkeypatch.setattr(masking_utils, own._PACKED, answer)
+    monkeypatch.setattr(own, "_PACKED", name)
+    loss = own.objective(Spec().workload)
+    assert all(torch.allclose(loss(model, {"input_ids": ids, "labels": ids}), wanted) for _ in range(3))
+    assert len(asked) == times and masking_utils.find_packed_sequence_indices is answer

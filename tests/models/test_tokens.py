@@ -456,6 +456,7 @@ def test_files_of_a_tokenizer_that_is_not_in_one_are_used_and_not_passed_over(tm
         rows(classic)["input_ids"][0].tolist()
         == AutoTokenizer.from_pretrained(classic.model)("wo wo ")["input_ids"][:4]
     )
+    assert torch.equal(rows(dataclasses.replace(classic, tokenizer="own"))["input_ids"], rows(classic)["input_ids"])
     words_ = "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nwo\n"
     bert = Workload(model=weights_in(tmp_path / "bert", {"vocab.txt": words_}, BERT), **given)
     assert {*rows(bert)["input_ids"].flatten().tolist()} <= {3, 4, 5}
@@ -486,16 +487,6 @@ def test_a_tokenizer_that_the_weights_do_not_know_is_refused(tmp_path: Path) -> 
     error = refused("workload.tokenizer", "'w140' has another id in fewer than beside", tokenizer=fewer, **given)
     assert error.fix == {"tokenizer": str(own)}
     assert rows(Workload(tokenizer=fewer, weights="random", **given))["input_ids"].max() < 147
-
-
-def test_the_models_own_tokenizer_is_the_default(tmp_path: Path) -> None:
-    word_tokenizer(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(GPT2))
-    (tmp_path / "some.txt").write_text(" ".join(uneven(40, 9)))
-    workload = Workload(model=str(tmp_path), data=str(tmp_path / "some.txt"), seq_len=8, held_out=0.0)
-    own = rows(workload)["input_ids"]
-    assert torch.equal(own, rows(dataclasses.replace(workload, tokenizer="own"))["input_ids"])
-    assert len(own) < len(rows(dataclasses.replace(workload, tokenizer="bytes"))["input_ids"]) / 2
 
 
 @pytest.mark.parametrize(

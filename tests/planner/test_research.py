@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import json
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -29,23 +26,8 @@ GB = 1e9
 
 
 @pytest.mark.slow
-def test_a_table_is_filled_in_row_by_row_and_a_validation_says_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The validation on few rows, at the package's rates."""
-    rows = [TABLE[name] for name in ("mosaic-002", "mosaic-071", "fsdp-7b-B2-512")]
-    file = tmp_path / "rows.csv"
-    with file.open("w", newline="") as opened:
-        writer = csv.DictWriter(opened, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    assert __main__.main(["batch", str(file), "--json"]) == 0
-    told = {one["id"]: one for one in json.loads(capsys.readouterr().out)["rows"]}
-    assert told["mosaic-002"]["tflops_per_gpu"] == pytest.approx(419, rel=0.15)
-    paper = told["fsdp-7b-B2-512"]
-    assert paper["tokens_per_s_per_gpu_low"] < paper["tokens_per_s_per_gpu"] < paper["tokens_per_s_per_gpu_high"]
-    assert paper["peak_mem_low"] < paper["peak_mem"] < paper["peak_mem_high"] and 0 <= paper["fits_probability"] <= 1
-    assert told["mosaic-071"]["error"].startswith("precision: amp_fp8/DEFAULT is not one of the lab's")
+def test_a_validation_says_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On few rows, at the package's rates."""
     few = [one for one in ROWS if one["id"].startswith(("kempner", "dlrover", "tt165", "mosaic-00", *STRESS))]
     monkeypatch.setattr(__main__, "published", lambda: few)
     monkeypatch.setattr(validate, "CHECKS", [check for check in CHECKS if check[2].startswith("mosaic-00")])

@@ -35,11 +35,6 @@ def simulated(*, gather: float = 0.0, reduce: float = 0.0, ahead: bool = True, i
 COMPUTING = BLOCKS * (FORWARD + BACKWARD)
 
 
-def test_without_communication_it_is_what_is_computed() -> None:
-    found = simulated()
-    assert (found.seconds, found.exposed_s, found.phase_s(Phase.COMPUTE)) == (COMPUTING, 0, COMPUTING)
-
-
 def test_only_the_first_gather_and_the_last_reduction_stand_out_where_computing_covers_the_rest() -> None:
     found = simulated(gather=1.0, reduce=1.0)
     assert found.exposed_s == pytest.approx(2.0) and found.seconds == pytest.approx(COMPUTING + 2)

@@ -11,7 +11,6 @@ import pytest
 from torch.distributed import distributed_c10d as c10d
 
 from fsdp_lab.backends.state import gather_json
-from fsdp_lab.base.errors import ArgumentError, FieldError, SpecError
 from tests.pool import Place, Pool
 from tests.rank.test_session import DDP, session, spec
 
@@ -47,9 +46,3 @@ def _gathered(place: Place) -> list[Any]:
 def test_each_rank_has_the_values_of_all(pool: Pool) -> None:
     wanted = [{"pair": [r, None], "exact": 0.1 + r, "text": "é" * r} for r in range(2)]
     assert pool.run(_gathered, 2) == [wanted] * 2
-
-
-@pytest.mark.parametrize("kind", [FieldError, SpecError, ArgumentError])
-def test_a_refusal_is_the_same_on_the_other_rank(kind: type[FieldError]) -> None:
-    error = FieldError.from_dict(kind("a", "is wrong", "mend it", {"b": 1}).to_dict())
-    assert type(error) is kind and str(error) == "a: is wrong; mend it" and error.fix == {"b": 1}

@@ -139,10 +139,11 @@ def test_what_a_gpu_waits_for_is_read_from_its_kernels() -> None:
         event("Memcpy DtoH (Device -> Pinned)", 12, 16),
         event("aten::mm", 4, 19, on_gpu=False),
         event("ncclDevKernel_SendRecv(...)", 30, 31),
+        event("ncclDevKernel_AllReduce_Sum_f64_RING_LL(...)", 32, 34),
     ]
     found = KernelTimes.of(kernels)
-    assert found.exposed_s == {"all_gather": 6.0, "reduce_scatter": 4.0, "other": 1.0}
-    assert (found.count, found.busy_s) == (7, 20.0)
+    assert found.exposed_s == {"all_gather": 6.0, "reduce_scatter": 4.0, "other": 1.0, "control": 2.0}
+    assert (found.count, found.busy_s) == (8, 22.0)
     assert KernelTimes.of(kernels[::-1]) == found
     # what the profiler draws over kernels is no computing: `record_function`, and what torch opens around a collective
     kernels = [event("gemm", 0, 1), event(GATHER, 1, 5), event("gemm", 5, 6)]
@@ -156,12 +157,12 @@ def test_what_a_gpu_waits_for_is_read_from_its_kernels() -> None:
 def test_exposed_communication_of_a_gpu_is_measured_or_unknown_and_never_0(seen: dict[str, float] | None) -> None:
     """`other`: a reduction in rank order, which NCCL sends as an all-to-all."""
     sent = [Collective(sequence=i, kind=kind, group="0", size=2, link_bytes=8, issue_s=0.0, start_s=0.0)
-            for i, kind in enumerate(("all_gather", "reduce_scatter"))]  # fmt: skip
+            for i, kind in enumerate(("all_gather", "reduce_scatter", "control"))]  # fmt: skip
     of_gpu = SimpleNamespace(_on_gpu=True, _info=SimpleNamespace(shares_gpu=False),
                              ledger=SimpleNamespace(kernels=SimpleNamespace(exposed_s=seen)))  # fmt: skip
     comm = StepMeter._traffic(cast(StepMeter, of_gpu), sent)
     calls = {kind: t.calls for kind, t in comm.items() if t.calls}
-    assert calls == {"all_gather": 1, "reduce_scatter": 1}
+    assert calls == {"all_gather": 1, "reduce_scatter": 1, "control": 1}
     total_s = sum(t.exposed_seconds for t in comm.values())
     assert total_s == 3.0 if seen and "other" in seen else math.isnan(total_s), "no kernel of the reduction was seen"
     assert StepMeter._traffic(cast(StepMeter, of_gpu), []) == {}  # one rank sends nothing, and waits for nothing

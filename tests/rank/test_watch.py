@@ -4,11 +4,7 @@ steps wait for a device that lags behind the host, and that their events come an
 from __future__ import annotations
 
 import math
-import sys
-import time
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +26,6 @@ from fsdp_lab.base.events import Role, StepEvent, Track
 from fsdp_lab.models.wrapping import blocks
 from fsdp_lab.rank import trainer as trainer_module
 from fsdp_lab.rank.measure import GUARD_CHARACTERS, Recompilations
-from fsdp_lab.rank.trainer import Trainer
 from fsdp_lab.rank.watch import loop as watch_module
 from fsdp_lab.rank.watch.loop import Watch, plain_host
 from fsdp_lab.spec.loops import WatchedLoop
@@ -38,7 +33,7 @@ from fsdp_lab.spec.spec import Spec
 from fsdp_lab.wire import WireContext
 from tests.models.small import filled
 from tests.pool import Place, Pool
-from tests.rank.test_session import BACKENDS, DDP, running, session, spec as spec_of, trainer_of
+from tests.rank.test_session import BACKENDS, running, session, trainer_of
 
 # Sizes that leave no padding on two ranks.
 MODEL = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 384, "n_positions": 32,
@@ -449,6 +444,9 @@ class Mark:
     def query(self) -> bool:
         return self.number <= self.device.reached
 
+    def synchronize(self) -> None:
+        self.device.reached = max(self.device.reached, self.number)
+
     def elapsed_time(self, later: Mark) -> float:
         assert self.query() and later.query(), "read before the device is there"
         return 1e3 * STEP_S * (later.number - self.number)
@@ -475,88 +473,6 @@ def test_a_device_is_waited_for_now_and_then_and_every_step_is_timed_by_it() -> 
     for events in (rare, often):
         assert all(e.step_time_s == STEP_S for e in events)
     assert [e.step for e in rare] == list(range(10))
-
-
-# -- the same of the trainer ------------------------------------------------------------------------------------------
-
-READS = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__")
-
-
-@contextmanager
-def reads_counted(trainer: Trainer) -> Iterator[Counter[str]]:
-    """How often values are read on the host from the beginning of each step to its update. Not counted: the vote, which is
-    on the host, and what transformers' masks ask (whether sequences are packed)."""
-    found: Counter[str] = Counter()
-
-    def counted(name: str) -> Any:
-        real = getattr(torch.Tensor, name)
-
-        def read(t: torch.Tensor, *args: Any, **more: Any) -> Any:
-            ours = not str(sys._getframe(1).f_globals["__name__"]).startswith("transformers.")
-            counting = trainer.state in (trainer_module.StepState.COMPUTING, trainer_module.StepState.IDLE)
-            found[name] += counting and ours and t.numel() > 0
-            return real(t, *args, **more)
-
-        return read
-
-    with mock.patch.multiple(torch.Tensor, **{name: counted(name) for name in READS}):
-        yield found
-
-
-def _train(place: Place, given: dict[str, Any], fails: bool) -> dict[str, Any]:
-    told: list[tuple[int, int]] = []  # a step, and how many had begun when its event came
-    device, begun = LateDevice(), [0]
-    s = session(place, on_event=lambda event: told.append((event["step"], begun[0])))
-    s.apply("run", given)
-    trainer = s.trainer
-    assert trainer is not None
-    trainer.meter._streams = device  # type: ignore[assignment]
-    s.context.start_timing = s.context.read_timing = lambda: None  # type: ignore[method-assign]
-    batch, read = trainer.batches.batch, trainer_module._read
-
-    def counted(*args: Any) -> Any:
-        begun[0] += args[1] == 0
-        if fails and begun[0] == STEPS:
-            raise ZeroDivisionError
-        return batch(*args)
-
-    def reading(*scalars: torch.Tensor) -> list[float]:
-        device.drain()
-        return read(*scalars)
-
-    trainer.batches.batch = counted  # type: ignore[method-assign]
-    start_s = time.perf_counter()
-    with mock.patch.object(trainer_module, "_read", reading), reads_counted(trainer) as reads:
-        try:
-            events = s.train(STEPS)["events"]
-        except ZeroDivisionError:
-            events = []
-    found = {"told": told, "events": events, "waits": device.waits, "reads": dict(reads), "start_s": start_s}
-    s.close()
-    return found
-
-
-@pytest.mark.parametrize("changes", [{}, DDP], ids=["lab", "ddp"])
-def test_a_step_waits_once_and_its_event_comes_a_step_later(pool: Pool, changes: dict[str, Any]) -> None:
-    (found,) = pool.run(_train, 1, spec_of(1, accumulate=2, **changes).to_dict(), False, reduction=None)
-    reads = {name: count for name, count in found["reads"].items() if count}
-    assert reads == {"tolist": STEPS}, "loss and norm at once"
-    assert found["waits"] == 2, "before the first step, and after the last"
-    assert found["told"] == [(step, min(step + 2, STEPS)) for step in range(STEPS)]
-    events = [StepEvent.from_dict(event) for event in found["events"]]
-    assert [e.step for e in events] == list(range(STEPS))
-    assert {e.step_time_s for e in events} == {2 * STEP_S}, (
-        "from a step's first mark to its last; the vote's is between"
-    )
-    first, last = events[0], events[-1]
-    assert all(math.isfinite(e.loss) and e.grad_norm > 0 for e in events) and last.spans and not first.spans
-    assert found["start_s"] - 2 * STEP_S < first.begin_s < last.begin_s
-
-
-def test_a_step_that_fails_takes_no_event_of_another_with_it(pool: Pool) -> None:
-    (found,) = pool.run(_train, 1, spec_of(1).to_dict(), True, reduction=None)
-    assert [step for step, _ in found["told"]] == list(range(STEPS - 1))
-    assert found["waits"] == 1, "a device that may hang is not waited for"
 
 
 def test_only_what_can_be_pinned_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:

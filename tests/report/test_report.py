@@ -16,7 +16,7 @@ from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.report.report import MOST_POINTS, Course, bars, curves
 from fsdp_lab.runs import Refusal
 from fsdp_lab.runs.comparison import finite
-from tests.lab.events import SPEC, steps
+from tests.lab.events import SPEC
 from tests.lab.past import past
 from tests.report.runs import BASE, CPU, FAULT, FULL, HOSTILE, run_of, sweep
 
@@ -148,14 +148,6 @@ def test_curves_of_times_leave_out_what_medians_leave_out():
     drawn = {name: c.root.renderers[0].data_source.data["step"] for name, c in charts.items()}
     assert drawn["loss"] == list(range(36)) and drawn["time"] == [s for s in range(36) if s not in (0, 10, 12, 24)]
     assert "Without first steps" in charts["time"].note and "Without" not in charts["loss"].note
-
-
-def test_a_run_that_began_again_is_drawn_from_there():
-    run = past("a", steps=0)
-    run.events.add(steps(0, 1, 2, 3))
-    run.events.restart(0)
-    run.events.add(steps(0, 1))
-    assert [s.number for s in Course.of(0, Comparison.of([run]).rows[0], run).steps] == [0, 1]
 
 
 def test_bars_stand_for_what_was_measured():

@@ -19,7 +19,8 @@ from fsdp_lab.spec.faults import Fault, FaultKind, FaultPhase
 @pytest.mark.parametrize("kind", [ArgumentError, SpecError])
 def test_an_error_keeps_its_parts_across_processes_and_is_the_same_in_the_kernel(kind: type[FieldError]):
     error = kind("a", "is wrong", "mend it", {"b": 1})
-    for again in (pickle.loads(pickle.dumps(error)), verdict("it", {0: Outcome(error=described(error))})):
+    among_ranks = FieldError.from_dict(error.to_dict())
+    for again in (pickle.loads(pickle.dumps(error)), verdict("it", {0: Outcome(error=described(error))}), among_ranks):
         assert type(again) is kind and str(again) == "a: is wrong; mend it" and isinstance(again, ValueError)
         assert (again.field, again.reason, again.hint, again.fix) == ("a", "is wrong", "mend it", {"b": 1})
 

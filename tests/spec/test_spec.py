@@ -115,7 +115,10 @@ def test_hybrid_sharding_on_too_few_ranks_names_enough(ranks: int, enough: int) 
     ({"sync": "last", "accumulate": 2, "backend": "fsdp1", "world_size": 1, "precision": "fp16"}, "strategy.sync"),
     ({"compile": 1}, "strategy.compile"), ({"lr": float("nan")}, "workload.lr"),
     ({"micro_batch": 0}, "workload.micro_batch"), ({"clip_norm": 0}, "workload.clip_norm"),
-    ({"optimizer": "torch.optim.Lion"}, "workload.optimizer"),
+    *(({"optimizer": name}, "workload.optimizer") for name in ("", "torch.optim.Lion", "a b", 3, None)),
+    *(({"optimizer": "RMSprop", "optimizer_args": args}, "workload.optimizer_args")
+      for args in ({"x": None}, {"x": {}}, {"x": float("nan")}, {"capturable": True}, {"lr": 1}, {"a b": 1})),
+    *(({"freeze": patterns}, "workload.freeze") for patterns in ("transformer.wte.*", [], [""], [3], {}, 1)),
     ({"optimizer": "Rprop", "backend": "fsdp2"}, "workload.optimizer"), ({"weights": ""}, "workload.weights"),
     ({"fresh_weights": "cls.*"}, "workload.fresh_weights"), ({"optimizer_args": None}, "workload.optimizer_args"),
     ({"model": "a:b"}, "workload.loss"), ({"model": "a:b", "loss": "a:c"}, "workload.data"),
@@ -206,6 +209,10 @@ def test_arguments_have_one_spelling_so_that_equal_optimizers_have_equal_ids() -
     assert hash(spec) == hash(Spec.from_json(spec.to_json()))
     assert Spec().replace(optimizer_args={"foreach": True, "betas": (0.9, 0.999)}) == Spec()
     assert Spec().to_dict()["workload"]["optimizer_args"] == {}
+    spelled = Spec().replace(optimizer="AdamW", freeze=["a.*", "b", "a.*"])
+    assert spelled == Spec().replace(freeze=["a.*", "b"]) == Spec.from_json(spelled.to_json()) != Spec()
+    nested = Spec().replace(optimizer="RMSprop", optimizer_args={"x": [1, [2]]})
+    assert nested == Spec.from_json(nested.to_json()) and hash(nested)
     betas["fused"] = True
     assert spec.workload.optimizer_args == {"betas": (0.9, 0.95)}, "a copy"
 

@@ -88,9 +88,16 @@ class Event:
 
     @property
     def happened_s(self) -> float:
-        if not all(gate.is_open for gate in self._behind):
+        if not self.query():
             raise RuntimeError("the event has not happened yet")
         return max([self._at_s, *(gate.opened_s for gate in self._behind)])
+
+    def query(self) -> bool:
+        return all(gate.is_open for gate in self._behind)
+
+    def synchronize(self) -> None:
+        for gate in self._behind:
+            gate.wait()
 
     def elapsed_time(self, other: Event) -> float:
         """In milliseconds."""

@@ -88,7 +88,7 @@ def _held(place: Place, by_future: bool) -> bool:
         seen = weakref.ref(whole)
         del whole, work
         held = _comes(lambda: seen() is None)
-        place.context.read_timing()
+        place.context.end_timing()()
         return held
 
 
@@ -117,7 +117,7 @@ def _times(place: Place) -> list[tuple[float, float]]:
         works = [world.all_gather_single(torch.empty(2 * N), torch.ones(N)) for _ in range(2)]
         for work in works:
             work.wait()
-        place.context.read_timing()
+        place.context.end_timing()()
         return [(c.began_s - start_s, (c.end_s or 0.0) - start_s) for c in place.context.meter.take()]
 
 
@@ -139,7 +139,7 @@ def _synchronous(place: Place) -> list[Any]:
         pending = place.context.pending()
         place.store.set("looked", "")
         total = float(whole.sum())
-        place.context.read_timing()
+        place.context.end_timing()()
         (metered,) = place.context.meter.take()
         return [pending.kind if pending else None, total, metered.start_s is not None]
 

@@ -164,7 +164,7 @@ def _run(place: Place, wire: WireOnDevice, case: Case, device: SimulatedDevice) 
         for turn in range(TURNS):
             device.waits.clear()
             found = _turn(wire, device, lane, case, turn)
-        place.context.read_timing()
+        place.context.end_timing()()
     return found
 
 

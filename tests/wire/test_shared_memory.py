@@ -107,6 +107,9 @@ def _differ(place: Place, what: str) -> str:
     with pytest.raises(RankAborted) as refused:
         if what == "kind":
             _issued(place.world, place.rank, place.world_size, 0, KINDS[place.rank])[0].wait()
+        for unit in ("", "layers.1", "layers.0") if what == "unit" else ():  # what is no unit's may be any unit's
+            place.context.set_unit(unit if place.rank else "layers.1")
+            place.world.barrier().wait()
         place.world.all_gather_single(torch.empty(2 * n), torch.empty(n)).wait()
     return str(refused.value)
 
@@ -115,8 +118,43 @@ def test_ranks_that_do_not_agree_are_told_what_the_other_did(pool: Pool) -> None
     first, second = pool.run(_differ, 2, "kind", shared_memory=True)
     assert "rank 1 of the group issued reduce_scatter where this rank issued all_gather" in first
     assert "rank 0 of the group issued all_gather where this rank issued reduce_scatter" in second
+    first, second = pool.run(_differ, 2, "unit", shared_memory=True)
+    assert "rank 1 of the group issued barrier of another unit where this rank issued barrier of layers.1" in first
+    assert "rank 0 of the group issued barrier of another unit where this rank issued barrier of layers.0" in second
     first, _ = pool.run(_differ, 2, "size", shared_memory=True)
     assert "20 bytes where this one expects 16" in first
+
+
+def _transfers(place: Place) -> str:
+    """Not in one order with collectives, nor with those of the other direction. Then a wrong size, and a wrong tag."""
+    world, other, came = place.world, 1 - place.rank, [torch.empty(N) for _ in range(300)]
+    receives = [world.recv([t], other, 0) for t in came] if place.rank else []
+    works = [_issued(world, place.rank, 2, number, "all_gather") for number in range(2)]
+    _end(works[0], random.Random(0))
+    for number in range(200):
+        world.send([_value(number, place.rank)], other, 0).wait()
+    _end(works[1], random.Random(0))
+    receives = receives or [world.recv([t], other, 0) for t in came]
+    for number in range(200, 300):
+        world.send([_value(number, place.rank)], other, 0).wait()
+    for number, work in enumerate(receives):
+        work.wait()
+        assert torch.equal(came[number], _value(number, other))
+    told = []
+    for t, tag in ((torch.ones(N + place.rank), 3), (torch.ones(N), 3), (torch.ones(N), 4 + place.rank)):
+        world.send([t], other, tag).wait()
+        try:
+            world.recv([t], other, tag).wait()
+        except RankAborted as refused:
+            told.append(str(refused))
+    return "; ".join(told)
+
+
+def test_transfers(pool: Pool) -> None:
+    found, _ = pool.run(_transfers, 2, shared_memory=True)
+    wrong_size, wrong_tag = found.split("; ")
+    assert "a rank gave 24 bytes where this one expects 20" in wrong_size
+    assert "rank 1 of the group issued transfer of another tag where this rank issued transfer of tag 4" in wrong_tag
 
 
 def _waits_alone(place: Place, by: str) -> tuple[float, float, str]:

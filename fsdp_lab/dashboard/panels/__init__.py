@@ -1,7 +1,5 @@
 """The pictures of a run. To add one: write a subclass of `base.Panel` and list it here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from fsdp_lab.dashboard.panels.axis import StepAxis

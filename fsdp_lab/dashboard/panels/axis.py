@@ -1,7 +1,5 @@
 """Axes: ranges that do not jump, and the axis of steps, which time plots share with its markers and other runs' curves."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 `Panel.update` writes rows into its `sources`, whose Bokeh twins its `root` draws; the live view sends them to a browser.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -129,8 +127,7 @@ class Pin:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A cell of a table that is more than text. `press` makes it a button: the card's `press` is called with this word and
-    the cell's `about`."""
+    """A cell of a table that is more than text. `press` makes it a button: the card's `press` gets it, and `about`."""
 
     text: str
     title: str = ""  # the tooltip
@@ -205,8 +202,7 @@ class Panel(BaseCard, ABC):
         """Writes new steps to the sources."""
 
     def predict(self, prediction: Prediction | None) -> None:
-        """Draws what is predicted for the chosen Spec, applied or not, until there is another prediction. None: of that Spec
-        nothing can be predicted."""
+        """Draws what is predicted for the chosen Spec, applied or not, until the next call. None: there is none."""
 
     def cover(self) -> None:
         """Fits the ranges again, after the curves of other runs have changed."""

@@ -1,7 +1,5 @@
 """Communication: the time that each rank's collectives take in a step, by kind, and the bytes they put on its link."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence

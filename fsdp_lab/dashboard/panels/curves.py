@@ -1,7 +1,5 @@
 """The figures of each step: loss, throughput and compute as curves over steps; a table of texts."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections import deque
@@ -276,7 +274,7 @@ class TflopsPanel(CurvePanel):
         if s.counts:
             self._recent.append(mean)
         shares = _percent(map(self._peaks.mfu, s.events)), _percent(map(self._peaks.hfu, s.events))
-        ranks = s.by_rank(by_rank) if self._ranks else []
+        ranks = [by_rank.get(rank, math.nan) for rank in range(len(self._ranks))]
         return [s.number, mean, min(by_rank.values()), max(by_rank.values()), *shares, *ranks]
 
     def _shown(self) -> Sequence[Numbers]:

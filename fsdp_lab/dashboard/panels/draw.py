@@ -1,7 +1,5 @@
 """How panels and reports draw: plain figures, fills by theme token, bars with labels, tooltips, legends."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 

@@ -1,10 +1,8 @@
 """Holdings: the ranges of the parameters that every rank holds at one moment of a step, as slow motion shows them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from bokeh.models import FixedTicker, NoOverlap, Range1d
 from bokeh.plotting import figure
@@ -52,7 +50,7 @@ class ParameterAxis:
     units: Mapping[str, tuple[float, float]]
 
     @classmethod
-    def of(cls, parameters: Sequence[ParameterHolding]) -> ParameterAxis:
+    def of(cls, parameters: Sequence[ParameterHolding]) -> Self:
         by_unit: dict[str, list[ParameterHolding]] = {}
         for p in parameters:
             by_unit.setdefault(p.unit, []).append(p)
@@ -142,7 +140,6 @@ class HoldingsPanel(BaseCard):
         return fig
 
     def update(self, moment: StepMoment) -> None:
-        """Draws a moment."""
         self._moment = moment
         frames = moment.frames[: self.ranks]
         units = self._axis.units

@@ -1,8 +1,6 @@
 """Memory of every rank by class at its peak, with what is offloaded to the host, the device's limit and the prediction; and
 the fullest rank's within a step, at every unit of the last ledger step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Timeline: what each rank did in a traced step, on one clock. The step is the newest one traced, or a pinned one."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,13 +32,18 @@ from fsdp_lab.engine.extras.dtensor import FlatDTensor, restored
 from fsdp_lab.engine.extras.optimizers import OptimizerGuard
 from fsdp_lab.engine.extras.parameters import Region, ShardedBuffer, ShardedParameter
 from fsdp_lab.engine.extras.ties import find_ties, untie
-from fsdp_lab.engine.hooks import UnitHooks, not_sharded, unit_hooks
+from fsdp_lab.engine.hooks import UnitHooks, check_module, not_sharded, unit_hooks
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.policy import MixedPrecisionPolicy, ShardPolicy, offload_of
 from fsdp_lab.engine.runtime import Runtime
 from fsdp_lab.engine.schedule import Direction, OffloadPolicy, PrefetchPolicy, Rules
 from fsdp_lab.engine.state import shard_of
 from fsdp_lab.engine.unit import Unit
+
+GROWTH_INTERVAL, LARGEST = (
+    2000,
+    2.0**24,
+)  # steps without an overflow before a loss scale doubles; and what it is at most
 
 
 def fully_shard(
@@ -59,19 +65,7 @@ def fully_shard(
     took. A parameter shared by two modules belongs to the lowest module that contains both. Several modules given as a
     list become one unit; it is gathered once for those that are called one after the other.
 
-    - Between steps `module.parameters()` are sharded tensors (`FlatDTensor`) with the names and shapes they had. They may
-      be written to, in place or by `.data`, with whole values or sharded ones, and inside `with unshard(module):`. What is
-      written to a gathered one between forward and backward is lost: the next forward refuses it.
-    - `p.grad` is the mean over the ranks, sharded as `p` is; None where no rank had a gradient.
-    - The optimizer is given `module.parameters()`, or, which is faster, `sharded_parameters(module)`: flat tensors, one for
-      each buffer and optimizer group, by group from `parameter_groups(module)`. Where parameters go unused, call
-      `split_unused(module, optimizer)` before a step of it.
-    - `requires_grad` of a parameter may be changed between steps; it counts from the next forward on. An optimizer that
-      lacks what is trained then is refused.
-    - Parameters that the module held before are emptied: make optimizers, hooks on parameters and other references to them
-      after sharding. The module cannot be copied, pickled, cast or moved afterwards.
-    - Several forwards may wait for their backwards. A unit may be called by itself, also before the root, which is the
-      outermost module that was sharded; a plain layer inside a unit may not.
+    README.md says what a caller may rely on (see "The contract").
 
     Args:
         module: a module, or several that form one unit; on meta, or with the same values on all ranks.
@@ -138,6 +132,7 @@ def _adopt(hooks: UnitHooks) -> Runtime:
     for refusal in refusals.of_root(units_of(hooks.unit.modules[0])):
         raise ShardError(refusal)
     runtime = adopt_units(hooks)
+    runtime.choices, runtime.agree = refusals.choices_of(runtime.units), refusals.check_same_call
     flats = [flat for unit in runtime.units for flat in unit.flats]
     ignored = {i for unit in runtime.units for i in unit.ignored}
     runtime.guard = OptimizerGuard(runtime.root.modules, flats, ignored).look
@@ -217,6 +212,41 @@ def split_unused(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             optimizer.state[p] = {k: own[k] if k in own else v.clone() for k, v in state.items()}
 
 
+def upcast_gradients(module: nn.Module) -> None:
+    """Under `keep_low_precision_gradients`, brings gradients to the masters' dtype, for an optimizer that needs them so."""
+    for flat in flats_of(module):
+        flat.gradients.upcast()
+
+
+@dataclass(kw_only=True)
+class Scaler:
+    """Loss scaling for fp16: `scale` multiplies the loss; 1 and constant where `enabled` is not set.
+
+    Small fp16 gradients would vanish, so gradients are divided by the scale before the optimizer (Micikevicius et al. 2018,
+    section 3.2). One that is not finite means that it was too large: that step is skipped on all ranks, by the vote that
+    ends it. Elsewhere torch's GradScaler serves.
+    """
+
+    enabled: bool
+    scale: float = 1.0
+    good_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.scale > 0:
+            raise ShardError(f"scale {self.scale} is refused; give a number above 0")
+        if self.enabled and self.scale == 1.0:
+            self.scale = 2.0**16
+
+    def update(self, *, overflowed: bool) -> None:
+        """Called after each step, with the same answer on every rank."""
+        if self.enabled and overflowed:
+            self.scale, self.good_steps = max(1.0, self.scale / 2), 0
+        elif self.enabled:
+            self.good_steps += 1
+            if self.good_steps >= GROWTH_INTERVAL:
+                self.scale, self.good_steps = min(LARGEST, self.scale * 2), 0
+
+
 # -- parameters that a caller asked for, outside of any forward -----------------------------------------------------
 
 
@@ -259,7 +289,8 @@ class UnshardHandle:
             for unit in self._units:
                 self._runtime.make_ready(unit, Direction.FORWARD)
             for flat in (flat for unit in self._units for flat in unit.flats):
-                flat.let_others_read()
+                if (pool := flat.mesh.buffer_pool) is not None:
+                    pool.settle(flat.full)  # other ranks have what this one sent from it
         except BaseException:
             for unit in self._units:
                 with suppress(RuntimeError):  # other gathers fail alike, and the first one is told
@@ -292,6 +323,27 @@ class UnshardHandle:
             unit.unshard(self._runtime.streams)
 
 
+def free(module: nn.Module, *, busy: Collection[int] = ()) -> None:
+    """Remove the hooks and free all storage at once, even if it is still referenced. The model cannot be used afterwards.
+
+    `busy`: addresses of storage that a collective may still use, as after an abort; it is freed with its last reference.
+    """
+    check_module(module)
+    hooks = {h.unit: h for h in map(unit_hooks, module.modules()) if h is not None}
+    for unit, h in hooks.items():
+        h.remove()
+        for flat in unit.flats:
+            g, gathered = flat.gradients, flat.full if flat.is_gathered else None
+            optional = (gathered, g.unsharded, g.reduced, flat.device_shard, flat.post_forward_shard)
+            tensors = (flat.master, *(t for t in optional if t is not None), *g.pieces.values())
+            for storage in [t.untyped_storage() for t in tensors]:
+                if storage.resizable() and storage.size() and storage.data_ptr() not in busy:
+                    storage.resize_(0)
+            flat.free_gathered(busy)
+            flat.gradients.drop()
+            flat.gradients.clear()  # what is in memory that ranks share is free when nobody has it
+
+
 # -- state_dict -----------------------------------------------------------------------------------------------------
 
 
@@ -311,5 +363,5 @@ def _watch_state_dict(unit: Unit) -> None:
                 new.data, state[prefix + name] = state[prefix + name], new  # assigned to itself
 
     for module in {use[0]: None for flat in unit.flats for uses in flat.uses for use in uses}:
-        module.register_state_dict_pre_hook(saving)  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_pre_hook(loading)  # type: ignore[no-untyped-call]
+        module.register_state_dict_pre_hook(saving)
+        module.register_load_state_dict_pre_hook(loading)

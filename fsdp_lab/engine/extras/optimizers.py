@@ -5,8 +5,6 @@ Nothing tells a tensor who holds it. But who makes an optimizer asks each tensor
 `grad` and adds to it. What is no tensor of ours is left a gradient that cannot be used.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Collection, Hashable, Sequence
 from typing import Any
@@ -66,7 +64,7 @@ def _is_given(p: Any) -> bool:
     return bool(p.given or p.flat.gradients.regions[p.group].given)
 
 
-class Unusable(Tensor):
+class RefusedGradient(Tensor):
     """A gradient that raises ShardError when an optimizer, or anybody, uses it."""
 
     says: str
@@ -108,12 +106,12 @@ class OptimizerGuard:
         for name, ref in self._before:
             says = (f"{name} was sharded, and this is the parameter that the model had before; make the optimizer, and "
                     "other references to parameters, after fully_shard, from model.parameters()")  # fmt: skip
-            Unusable.leave(ref(), says)
+            RefusedGradient.leave(ref(), says)
         for name, p in self._came_later():
             says = (f"{name} came into the model after it was sharded, so each rank would train one of its own; put it "
                     "there before fully_shard, or pass it in ignored_params and reduce its gradient")  # fmt: skip
             if p.grad is not None:
-                Unusable.leave(p, says)
+                RefusedGradient.leave(p, says)
         self._look_for_unfrozen()
 
     def _came_later(self) -> list[tuple[str, nn.Parameter]]:

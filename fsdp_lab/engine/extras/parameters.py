@@ -55,7 +55,9 @@ class ShardedParameter(Steppable):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """meta, until the values of what was built there are written."""
-        return torch.device("meta") if self.flat.is_unwritten(self.number) else self._local_tensor.device
+        flat = self.flat
+        is_unwritten = flat.built_on_meta[self.number] and flat.master._version == flat.made_version
+        return torch.device("meta") if is_unwritten else self._local_tensor.device
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]
@@ -201,6 +203,11 @@ class ShardedBuffer(FlatBuffer):
             made.requires_grad_(requires_grad)
         return made
 
+    def for_optimizer(self, i: int) -> tuple[Region, int]:
+        slot, rank = self.layout.slots[i], self.mesh.shard_rank
+        (start, stop), (begin, _) = self.layout.in_shard(slot, rank), self.layout.region_in_shard(slot.group, rank)
+        return self.gradients.regions[slot.group], start - begin if start < stop else 0
+
     def replace(self, i: int) -> ShardedParameter:
         """Let modules hold another object for a parameter, as `load_state_dict(assign=True)` does; the values stay. What the
         caller gave to an optimizer before is refused at its step, which else would go on or do nothing."""
@@ -274,8 +281,9 @@ class ShardedGradients(Gradients):
         return self.reduced
 
     def upcast(self) -> None:
-        super().upcast()
-        self.shown, self._region_views = None, {}
+        """Bring gradient shards that were kept in a lower precision to the master's dtype."""
+        if self.reduced is not None:
+            self.reduced, self.shown, self._region_views = self.reduced.to(self.master.dtype), None, {}
 
     def gradient(self, i: int) -> FlatDTensor | None:
         """The reduced gradient of a parameter: what was set, or a view."""

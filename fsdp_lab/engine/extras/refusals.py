@@ -1,14 +1,12 @@
 """What `fully_shard` cannot take, each as one sentence that names it and the way out; and the comparison of ranks."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 
 import torch
-from torch import nn
+from torch import distributed as dist, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_lab.engine.api import Taken
@@ -141,3 +139,30 @@ def check_equal_on_all_ranks(mesh: ShardMesh, entries: list[str], refusal: str |
             if first != differs:
                 raise ShardError(f"what is sharded differs between ranks: {first} on rank 0 of the mesh, {differs} on rank "
                                  f"{rank}; build the same model on every rank before fully_shard")  # fmt: skip
+
+
+def choices_of(units: Sequence[Unit]) -> dict[Unit, Unit]:
+    """Units in a list of modules inside another unit, not the root, which may choose among them, as among experts; with that
+    unit."""
+    root, lists = units[0].modules[0], (nn.ModuleList, nn.ModuleDict)
+    listed = {m for some in root.modules() if isinstance(some, lists) for m in some.children()}
+    around: dict[Unit, Unit] = {}
+    for outer in units[1:]:  # those inside another come after it
+        within = {m for module in outer.modules for m in module.modules()} & listed
+        around |= {unit: outer for unit in units if unit is not outer and unit.modules[0] in within}
+    return around
+
+
+def check_same_call(unit: Unit, what: str) -> None:
+    """Compare what the ranks have come to; collective, unless the caller has gathered the unit. Raises ShardError on all of
+    them where they differ: their all-gathers would take each other's bytes."""
+    for group in (unit.mesh.shard_group, unit.mesh.replicate_group):
+        if group is not None and not unit.asked_for:
+            came_to = gather_texts(what, group, unit.mesh.device)
+            if len(set(came_to)) > 1:
+                ranks = dist.get_process_group_ranks(group)
+                where = ", ".join(f"rank {rank} to {what}" for rank, what in zip(ranks, came_to, strict=True))
+                raise ShardError(
+                    f"ranks have come to different units: {where}; let every rank call all of them in one order, with an "
+                    "empty batch where one has nothing, or shard the module around them as one unit"
+                )

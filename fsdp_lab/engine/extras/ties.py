@@ -4,8 +4,6 @@ Inner units are sharded first, when nobody can know that a module outside holds 
 module is sharded, what turns out to be shared is taken out of the inner units, which are rebuilt without it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 
 from torch import nn

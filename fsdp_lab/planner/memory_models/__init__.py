@@ -1,3 +1,1 @@
 """What each backend allocates and frees at each point of a step: subclasses of `base.MemoryModel`."""
-
-from __future__ import annotations

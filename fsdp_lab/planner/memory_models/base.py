@@ -4,10 +4,9 @@ A model only adds up bytes at the points of a schedule, from the sizes of each u
 (`UnitBytes`). Where CPU ranks of one host share memory, tensors in it are counted, and copies and free blocks are not.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
+from typing import Self
 
 from fsdp_lab.base.events import Role, RoleBytes
 from fsdp_lab.engine.schedule import Point
@@ -40,7 +39,7 @@ class MemoryTracker:
         self.now[role] -= size
         self.total -= size
 
-    def add(self, other: MemoryTracker) -> None:
+    def add(self, other: Self) -> None:
         """Repeat the allocations of a tracker that began empty."""
         if self.total + other.peak_total > self.peak_total:
             self.peak_total = self.total + other.peak_total
@@ -72,9 +71,7 @@ class UnitBytes:
     recast: bool  # reduced in another dtype than fp32
 
     @classmethod
-    def of(
-        cls, numel: int, decayed: int, others: int, *, param: int, reduce: int, factor: int, reduced: int
-    ) -> UnitBytes:
+    def of(cls, numel: int, decayed: int, others: int, *, param: int, reduce: int, factor: int, reduced: int) -> Self:
         """Makes one from elements of a shard; `param` and `reduce` are bytes of an element in those dtypes. `reduced`:
         elements of its gradient, all of which have optimizer state."""
         return cls(

@@ -9,8 +9,6 @@ prediction has. A common state machine would need an interface between each line
 tests/planner/test_memory.py compares this file with the memory of real ranks, class by class.
 """
 
-from __future__ import annotations
-
 import itertools
 from functools import reduce
 

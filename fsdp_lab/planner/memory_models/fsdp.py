@@ -11,8 +11,6 @@ Gradients of a unit stay separate until its backward is over. The root stays gat
 DDP: a gradient is copied to its bucket when it is ready. If the reduction has a dtype of its own, a copy is sent.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -35,8 +33,6 @@ from fsdp_lab.spec.spec import Spec
 
 
 class FSDP1Memory(FlatMemory):
-    """FSDP1."""
-
     begun = False  # the first forward of a step drops the gradients of the last one
 
     def unit_bytes(self, unit: UnitShape) -> UnitBytes:

@@ -4,8 +4,6 @@
 of a shape.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Mapping

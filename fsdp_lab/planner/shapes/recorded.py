@@ -6,8 +6,6 @@ The model is built on meta.
 minutes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import json
@@ -112,8 +110,6 @@ def _names(model: nn.Module, inside: Sequence[Sequence[nn.Module]]) -> list[str]
 
 
 class _Model:
-    """One built model and its recordings."""
-
     def __init__(self, model: nn.Module, inside: Sequence[Sequence[nn.Module]], inputs: Inputs) -> None:
         self._model, self._inputs = model, inputs
         self._blocks = blocks(model)

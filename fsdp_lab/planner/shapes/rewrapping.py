@@ -1,7 +1,5 @@
 """`rewrapped`: the same model in other units, whose blocks are joined to groups or to one unit. No torch."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence

@@ -9,8 +9,6 @@ Note: scratch memory inside a kernel is not recorded. On CPUs oneDNN copies a co
 which a ResNet's peak is up to 6 % above the plan; that of other models is within 2 % (`bands.MEMORY_ERRORS`).
 """
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections import Counter, defaultdict
@@ -201,8 +199,7 @@ def _length(model: nn.Module, facts: Facts) -> int:
     short = [s for s in _LENGTHS if facts.max_positions is None or s <= facts.max_positions] or _LENGTHS[-1:]
 
     def is_distinct(length: int) -> bool:
-        """Returns whether its largest prime factors, and those of its half and of the numbers next to them, divide none
-        of the sizes."""
+        """Whether the largest prime factors of its half and of the numbers next to both divide none of the sizes."""
         half = length // 2
         factors = {_largest_prime(n) for n in (half, half - 1, half + 1, length - 1, length + 1)}
         return SAMPLES not in factors and not any(n % factor == 0 for n in sizes for factor in factors)
@@ -429,8 +426,7 @@ _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::convolution", "aten:
 
 
 def _launched(func: Any, args: Any, tensors: Iterable[Tensor]) -> list[list[int]]:
-    """The kernels of an operator, and what those that are bound by memory read and write: of a tensor that is expanded, its
-    memory."""
+    """An operator's kernels, and what those bound by memory read and write: of an expanded tensor, its memory."""
     name = func.name().partition(".")[0]
     if func.is_view or "empty" in name or name in ("aten::_unsafe_view", "prim::device"):
         return []

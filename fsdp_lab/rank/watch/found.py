@@ -3,8 +3,6 @@
 `find` looks at the live model and says which it is; the tensors that only the wrapper knows are listed by the same code as
 for a backend of the lab's."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -155,11 +153,8 @@ class FoundDDP(PlainModel):
 class FoundFSDP2(FSDP2Tensors, PlainModel):
     backend = "fsdp2"
 
-    def _param_groups(self) -> list[Any]:
-        return list(fsdp2._param_groups(self.module))
-
     def setup(self) -> Setup:
-        groups = self._param_groups()
+        groups = list(fsdp2._param_groups(self.module))
         inner = [g for m in self.module.modules() if m is not self.module for g in fsdp2._own_groups(m)] or groups
         hybrid = any(g.mesh_info.replicate_mesh_dim is not None for g in groups)
         reshards = any(g.post_forward_mesh_info is not None for g in inner)

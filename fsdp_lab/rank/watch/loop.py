@@ -1,5 +1,4 @@
-"""`Watch`: measures a training loop that is not the lab's, by the probes that measure the lab's own. `fsdp_lab.watch` makes
-one, and shows its use.
+"""`Watch`: measures a loop that is not the lab's, by the lab's own probes. `fsdp_lab.watch` makes and explains one.
 
 Note: where a step's parts begin. The forward begins with the step; the backward where a gradient first reaches an output
 of the model, so the loss's own backward, outside of the model, still counts as forward; the optimizer's part at its
@@ -8,8 +7,6 @@ pre-step hook. These hooks do nothing but note the time.
 Note: what is exchanged. On entry the ranks agree on the run's name and compare their clocks. After that a watched loop
 sends nothing: which steps are traced follows from their numbers, and the mean loss is taken over the events of all ranks
 (`Step.mean_loss`). A GPU is read as the trainer does at its vote, but at most every half second."""
-
-from __future__ import annotations
 
 import contextlib
 import dataclasses
@@ -21,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, distributed as dist, nn
@@ -151,7 +148,7 @@ class Watch:
 
     # -- begin and end ------------------------------------------------------------------------------------------------
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Self:
         if self._used:
             raise ArgumentError("watch", "this one is over", "call fsdp_lab.watch again for another loop")
         if self._context.watched:

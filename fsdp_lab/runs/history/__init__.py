@@ -3,8 +3,6 @@
 The names below are imported when they are used: a rank that watches a loop (loops.py) needs them only if it stores.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from fsdp_lab.base import lazy_names

@@ -7,8 +7,6 @@ A pack of events is zlib over JSON, which writes a float with as many digits as 
 name. Spans and memory curves, which are larger than all the rest, are stored in packs of their own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -18,7 +16,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from fsdp_lab.base.errors import SentenceError
 from fsdp_lab.base.events import StepEvent
@@ -120,7 +118,7 @@ class HistoryDB:
         with contextlib.suppress(sqlite3.Error):
             self._db.close()
 
-    def __enter__(self) -> HistoryDB:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -224,8 +222,7 @@ Row = tuple[int, StepEvent]  # its cursor in the run's EventStore, and the event
 
 
 def pack(rows: Sequence[Row], *, heavy: bool = False) -> bytes:
-    """Encodes rows; `unpack` is its inverse, but for the fields of `HEAVY`, which only `heavy` packs have. What is as in the
-    rank's event before is left out."""
+    """Encodes rows for `unpack`; the fields of `HEAVY` if `heavy`. What is as in the rank's last event is left out."""
     former: dict[int, Mapping[str, Any]] = {}
     new: list[str] = []  # encoded one by one: the encoder holds the GIL, for long in a traced step of many ranks
     for cursor, event in rows:

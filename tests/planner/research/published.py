@@ -22,7 +22,7 @@ from fsdp_lab.planner.model_shape import ModelShape
 from fsdp_lab.planner.plan import Plan
 from fsdp_lab.spec.spec import Spec
 from tests.planner.research.models import NamedModel, gpt_model, llama_model, named_model, shape_of
-from tests.planner.research.software import peak_of_kind, planned, planned_memory, planned_s
+from tests.planner.research.software import planned, planned_memory, planned_s
 from tests.planner.research.tape import Attention, Software
 
 Row = Mapping[str, str]
@@ -339,13 +339,6 @@ def _machine(reader: _Reader, ranks: int, per_host: int) -> Machine:
 
 
 # -- what a row measured ---------------------------------------------------------------------------------------------
-
-
-def peak_in_unit(planned: MemoryPlan, row: Row) -> float | None:
-    """A predicted peak in the row's `peak_mem_unit` and of its `peak_mem_kind`; None for an unknown unit."""
-    unit, capacity_gib = unit_bytes(row), (row.get("gpu_mem_gb") or "").strip()
-    capacity = float(capacity_gib) * GIB if capacity_gib else float("inf")
-    return None if unit is None else peak_of_kind(planned, memory_kind(row), capacity) / unit
 
 
 def memory_kind(row: Row) -> str:
