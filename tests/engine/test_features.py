@@ -325,6 +325,9 @@ def a_parameter_that_some_ranks_use(place: Place) -> None:
         whole = torch.cat([p.grad.full_tensor().flatten() for p in model.parameters() if p.grad is not None])
         norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
         torch.testing.assert_close(norm.full_tensor(), whole.norm())
+        for p in (p.detach() for p in model.parameters()):  # some ranks have nothing of it
+            norm = torch.linalg.vector_norm(p, -1)
+            torch.testing.assert_close(norm.full_tensor(), torch.linalg.vector_norm(p.full_tensor(), -1))
 
     def at_step(model: Any, step: int) -> None:
         now[0] = step

@@ -162,9 +162,7 @@ class Replica(DTensor):
         are_expanded = any(isinstance(t, cls) and t.dim() for t in tensors) and not are_sharded
         if are_expanded and has_plain(tensors):
             raise of_ranks(func)
-        are_beside_plain = not are_expanded and not all(
-            isinstance(t, DTensor) for t in tensors
-        )  # they are numbers then
+        are_beside_plain = not are_expanded and not all(isinstance(t, DTensor) for t in tensors)  # as numbers
         plain_args, plain_kwargs = pytree.tree_map_only(
             cls,
             lambda t: t._local_tensor if are_beside_plain else replicated(t._local_tensor, t.device_mesh),
