@@ -1,7 +1,7 @@
 """Flat buffers: the parameters of a unit that have one dtype, and their gradients, as one tensor each.
 
-    BufferPlacement    what of a whole tensor [F * n] a rank has: a shard [n], a replica, or a summand ("partial")
-    Buffer       a flat tensor with its placement: `gather` makes shards a replica, `reduce` makes summands a shard
+    Buffer       a flat tensor and its placement, what of a whole [F * n] a rank has: a shard [n], a replica, or a summand;
+                 `gather` makes shards a replica, `reduce` makes summands a shard
     Gradients    what came from autograd, and what the optimizer is given
     Reduction    one whole gradient on its way from the one to the other
     FlatBuffer   parameters: the master shard, the gathered replica, and what modules hold
@@ -611,15 +611,13 @@ class LocalGradients(Gradients):
         self._flat = weakref.ref(flat)
 
     def accumulate(self, shard: Tensor, arrived: frozenset[int], counts: Tensor | None) -> None:
-        flat = self._flat()
-        sharded: Sequence[nn.Parameter] = () if flat is None else flat.sharded
+        sharded = getattr(self._flat(), "sharded", ())
         if all(p.grad is None for p in sharded):  # the optimizer has forgotten them
             self.clear()
         super().accumulate(shard, arrived, counts)
-        assert self.reduced is not None
         for i, p in enumerate(sharded):
-            start, stop = self.layout.in_shard(self.layout.slots[i], self.mesh.shard_rank)
-            p.grad = self.reduced[start:stop] if self.has_gradient(i) else None
+            own = slice(*self.layout.in_shard(self.layout.slots[i], self.mesh.shard_rank))
+            p.grad = self.reduced[own] if self.reduced is not None and self.has_gradient(i) else None
 
 
 def sharded_form(p: Tensor) -> Any:

@@ -232,7 +232,7 @@ class ShardedGradients(Gradients):
         self._given: dict[int, FlatDTensor] = {}  # gradients that a caller set
         self._apart: set[int] = set()  # parameters of which `reduced` has none, or another than theirs
         self.shown: list[FlatDTensor] | None = None  # the gradients of all parameters, where all have one of `reduced`
-        self._views: list[FlatDTensor] = []  # of `_viewed`, by parameter
+        self._views: list[Any] = [None] * len(self.layout.slots)  # of `_viewed`, by parameter
         self._viewed: Tensor | None = None
         self._region_views: dict[Hashable, FlatDTensor] = {}  # of `reduced`
         self.read_by: set[type] = set()  # the forms in which optimizers have read these gradients
@@ -257,8 +257,9 @@ class ShardedGradients(Gradients):
 
     def clear(self) -> None:
         super().clear()
-        self._given, self._apart, self.read_by, self.stepped_as = {}, set(), set(), {}
-        self._viewed, self.shown, self._region_views = None, None, {}
+        self._given, self._apart, self._region_views = {}, set(), {}
+        self.shown, self.read_by, self.stepped_as = None, set(), {}
+        self._take_back_views()
 
     def accumulate(self, shard: Tensor, arrived: frozenset[int], counts: Tensor | None) -> None:
         self.shown, self._region_views, self.read_by, self.stepped_as = None, {}, set(), {}
@@ -285,7 +286,7 @@ class ShardedGradients(Gradients):
         if self.reduced is not None:
             self.reduced, self.shown, self._region_views = self.reduced.to(self.master.dtype), None, {}
 
-    def gradient(self, i: int) -> FlatDTensor | None:
+    def gradient(self, i: int) -> Any:
         """The reduced gradient of a parameter: what was set, or a view."""
         if i not in self._present and not (self._unread and self.has_gradient(i)):
             return None
@@ -297,22 +298,27 @@ class ShardedGradients(Gradients):
             self.shown = self._views
         return self._views[i]
 
+    def _take_back_views(self) -> None:
+        """Views are kept from step to step, without the gradients that they showed; what a caller holds stays as it was."""
+        self._viewed = None
+        for i in range(len(self._views)):
+            view, self._views[i] = self._views[i], None
+            if view is not None and sys.getrefcount(view) == 2 and view._use_count() == 1:
+                view._local_tensor = view.counted = self.master[:0]
+                self._views[i] = view
+
     def _view_reduced(self) -> None:
-        """Let views show the gradients of now. They are kept from step to step; what a caller holds stays as it was."""
-        reduced = self.reduced
-        assert reduced is not None
-        norms = Norms(reduced, self._own, self.mesh)
-        views, self._views, self._viewed = self._views or [None] * len(self._own), [], reduced  # type: ignore[list-item]
+        """Let views show the gradients of now."""
+        reduced: Any = self.reduced
+        self._take_back_views()
+        norms, self._viewed = Norms(reduced, self._own, self.mesh), reduced
         parts = reduced.split_with_sizes(self._shard_sizes)
         for i, (start, stop) in enumerate(self._own):
-            view: Any = views[i]
             part = parts[self._chunk_of[i]] if start < stop else reduced[:0]
-            views[i] = None  # type: ignore[call-overload]
-            if view is None or part.dtype != view.dtype or sys.getrefcount(view) > 2 or view._use_count() > 1:
-                view = self._view(part, i)
+            if (view := self._views[i]) is None or part.dtype != view.dtype:
+                view = self._views[i] = self._view(part, i)
             view._local_tensor = view.counted = part
             view.norm_beside = partial(norms.norm, i)
-            self._views.append(view)
 
     def set_gradient(self, i: int, value: Tensor | None) -> None:
         """A value, whole or cut as the parameter is; None: forget it."""
