@@ -373,7 +373,7 @@ class FlatBuffer:
 
     Between steps modules hold `sharded`, whose local values are ranges of the master shard, and while it is gathered
     `parameters`, leaves of autograd that are views of the replica. What these are beyond that is for a subclass to say
-    (extras/dropin.py): here a sharded parameter is a plain one, of this rank's range, for an optimizer of this rank.
+    (extras/parameters.py): here a sharded parameter is a plain one, of this rank's range, for an optimizer of this rank.
 
     Args:
         entries: parameters of one dtype and one `requires_grad`, on meta or with values (the same on all ranks); with the
