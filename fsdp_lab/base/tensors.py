@@ -22,11 +22,9 @@ def hiding_in(value: Any) -> Any:
 
 
 def _hides(value: Any, depth: int) -> bool:
-    leaves = (
-        []
-        if isinstance(value, (nn.Module, type))
-        else [leaf for part in _hidden_parts(value) for leaf in _leaves(part)]
-    )
+    if isinstance(value, (nn.Module, type)):
+        return False
+    leaves = [leaf for part in _hidden_parts(value) for leaf in _leaves(part)]
     found = any(leaf.grad_fn is not None for leaf in leaves if isinstance(leaf, Tensor))
     return found or any(_hides(leaf, depth - 1) for leaf in leaves if depth > 1 and not isinstance(leaf, Tensor))
 

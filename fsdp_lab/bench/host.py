@@ -32,26 +32,13 @@ OURS = ("lab", "lab-flat")  # lab-flat: its optimizer is given `sharded_paramete
 PEERS = ("ddp", "fsdp1", "fsdp2", *OURS)
 PLAIN, AGAIN = Form(name="plain", peer="plain", group="raw"), Form(name="lab-raw-again", peer="lab", group="raw")
 FORMS = (*(Form(name=f"{peer}-{group}", peer=peer, group=group) for group in ("raw", "wire") for peer in PEERS), AGAIN)
+# Functions of buffer.py.
+_GRADIENTS = ("receive", "collect", "take", "accumulate", "advance", "_reduce_scatter",
+              "_cut", "_to_mean", "landed", "reduce", "note", "add_reduced")  # fmt: skip
 # Parts of a file's path and function: the first place counts. What a built-in function takes is its caller's.
 PLACES: Mapping[str, Sequence[str]] = {
     "hooks": ("engine/hooks", "engine/runtime"),
-    "gradients": tuple(
-        f"engine/buffer.py:{name}"
-        for name in (
-            "receive",
-            "collect",
-            "take",
-            "accumulate",
-            "advance",
-            "_reduce_scatter",
-            "_cut",
-            "_to_mean",
-            "landed",
-            "reduce",
-            "note",
-            "add_reduced",
-        )
-    ),
+    "gradients": tuple("engine/buffer.py:" + name for name in _GRADIENTS),
     "views": ("engine/buffer", "engine/unit", "engine/extras/", "distributed/tensor/"),
     "wire": ("fsdp_lab/wire/", "distributed/distributed_c10d", "distributed/c10d_logger"),
     "optimizer": ("torch/optim/",),

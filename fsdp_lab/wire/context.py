@@ -138,9 +138,7 @@ class WireContext:
         self.device_memory: DeviceMemory | None = None  # where ranks share a GPU
         self.not_shared: dict[str, str] = {}  # by group, why it does not use shared memory
         self.not_on_gpu: dict[str, str] = {}  # by group, why its ranks do not share the memory of their GPU
-        self.piece_bytes: int | None = (
-            None  # as ranks on several hosts have tried (`Wire._fastest_pieces`); None: on one
-        )
+        self.piece_bytes: int | None = None  # what was fastest between hosts (`Wire._fastest_pieces`); None: on one
         self.shared_memory = shared_memory  # of groups that are opened from now on
         self._arena: Arena | None = None
         self._most_ranks = 0  # of any group that was opened; the world's is the first

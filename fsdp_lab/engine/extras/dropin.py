@@ -40,10 +40,8 @@ from fsdp_lab.engine.schedule import Direction, OffloadPolicy, PrefetchPolicy, R
 from fsdp_lab.engine.state import shard_of
 from fsdp_lab.engine.unit import Unit
 
-GROWTH_INTERVAL, LARGEST = (
-    2000,
-    2.0**24,
-)  # steps without an overflow before a loss scale doubles; and what it is at most
+GROWTH_INTERVAL = 2000  # steps without an overflow before a loss scale doubles
+LARGEST = 2.0**24  # loss scale
 
 
 def fully_shard(
