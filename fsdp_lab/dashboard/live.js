@@ -339,9 +339,11 @@ class PinBar {
 // -- one mounted view ----------------------------------------------------------------------------------------------
 
 class View {
-  constructor(model, el) {
+  /** `reader`: where the reader of this widget has moved the ranges of a scene; later views of it begin there. */
+  constructor(model, el, reader) {
     this.model = model;
     this.el = el;
+    this.reader = reader;
     this.id = Math.random().toString(36).slice(2);
     this.root = element("div", "fsdp-live");
     this.banner = element("div", "fsdp-banner");
@@ -473,7 +475,7 @@ class View {
     this.doc = this.Bokeh.documents.find((doc) => doc.views_manager === views); // another view may build meanwhile
     this.scene = scene;
     this.byName = new Map([...this.doc.all_models].filter((m) => m.name).map((m) => [m.name, m]));
-    this.ranges = new Map();
+    this.keepRanges();
     this.sources = new Sources(this.doc);
     this.repaint();
   }
@@ -621,15 +623,27 @@ class View {
   setRange(name, range, values) {
     const before = this.ranges.get(name);
     const wanted = { ...before?.wanted, ...values };
-    const moved = before && (range.start !== before.set.start || range.end !== before.set.end);
+    const moved = before && isMoved(before);
     if (!moved) range.setv(wanted);
-    this.ranges.set(name, { wanted, set: moved ? before.set : wanted });
+    this.ranges.set(name, { range, wanted, set: moved ? before.set : wanted });
+  }
+
+  // JupyterLab may draw an output again when it moves it or the window changes, in a new view.
+  keepRanges() {
+    const before = this.reader.scene === this.scene ? this.reader.ranges : new Map();
+    this.ranges = new Map();
+    for (const [name, { range, wanted, set }] of [...before].filter(([, known]) => isMoved(known))) {
+      const again = this.byName.get(name);
+      again.setv({ start: range.start, end: range.end });
+      this.ranges.set(name, { range: again, wanted, set });
+    }
+    Object.assign(this.reader, { scene: this.scene, ranges: this.ranges });
   }
 
   followAgain() {
-    for (const [name, { wanted }] of this.ranges) {
-      this.byName.get(name).setv(wanted);
-      this.ranges.set(name, { wanted, set: wanted });
+    for (const [name, { range, wanted }] of this.ranges) {
+      range.setv(wanted);
+      this.ranges.set(name, { range, wanted, set: wanted });
     }
   }
 
@@ -732,9 +746,18 @@ function nextFrame(run) {
   setTimeout(once, HIDDEN_FRAME_MS);
 }
 
-function render({ model, el }) {
-  const view = new View(model, el);
-  return () => view.remove();
+/** Whether somebody else has set a range since this view did. */
+function isMoved({ range, set }) {
+  return range.start !== set.start || range.end !== set.end;
 }
 
-export default { render };
+/** Called once for each widget, whose views share what their reader has done. */
+export default function widget() {
+  const reader = { scene: null, ranges: new Map() };
+  return {
+    render({ model, el }) {
+      const view = new View(model, el, reader);
+      return () => view.remove();
+    },
+  };
+}

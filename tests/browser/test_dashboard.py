@@ -126,8 +126,10 @@ def test_a_cell_run_again_replaces_its_dashboard_two_views_agree_and_what_is_gon
     assert not page.locator(".fsdp-banner:visible").count()
     assert all("element must be under <body>" in text for text in opened.notebook.wrong)
     opened.notebook.wrong.clear()
-    opened.notebook.write_and_run("dashboard")  # a second view of the same
+    page.evaluate(f"() => {model('frame.x')}.setv({{start: 1, end: 7}})")
+    opened.notebook.write_and_run("dashboard")  # a second view of the same, which JupyterLab may also make by itself
     page.wait_for_function("() => document.querySelectorAll('.fsdp-live[data-ready]').length === 2")
+    assert page.evaluate(f"() => [{model('frame.x')}.start, {model('frame.x')}.end]") == [1, 7]
     opened.notebook.execute("lab.run(steps=12)")
     page.wait_for_function("""() => {
         const said = [...document.querySelectorAll('.fsdp-headline')].map((e) => e.textContent);

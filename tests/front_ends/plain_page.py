@@ -39,7 +39,7 @@ window.begin = async ({ esm, css, traits, first, how }) => {
     send: (content) => window.sent.push(content),
   };
   const module = await import(URL.createObjectURL(new Blob([esm], { type: 'text/javascript' })));
-  window.leave = await module.default.render({ model, el: document.getElementById('out') });
+  window.leave = await module.default().render({ model, el: document.getElementById('out') });
 };
 window.deliver = (content, buffers, how) => {
   const given = how === 'none' ? [] : buffers.map((b) => wrap(b, how));
