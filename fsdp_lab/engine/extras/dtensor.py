@@ -68,6 +68,7 @@ class FlatDTensor(DTensor):
             dispatch mode have versions of their own.
     """
 
+    __slots__ = ("counted", "flat_placement")
     flat_placement: FlatPlacement
     counted: Tensor
     norm_beside: Callable[[float, torch.dtype | None], Tensor | None] | None = None

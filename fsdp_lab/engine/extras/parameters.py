@@ -234,6 +234,7 @@ class ShardedGradients(Gradients):
         self.shown: list[FlatDTensor] | None = None  # the gradients of all parameters, where all have one of `reduced`
         self._views: list[Any] = [None] * len(self.layout.slots)  # of `_viewed`, by parameter
         self._viewed: Tensor | None = None
+        self._views_dtype = self.master.dtype
         self._region_views: dict[Hashable, FlatDTensor] = {}  # of `reduced`
         self.read_by: set[type] = set()  # the forms in which optimizers have read these gradients
         self.stepped_as: dict[Hashable, type] = {}  # by group: the form in which one stepped by them
@@ -241,7 +242,8 @@ class ShardedGradients(Gradients):
         self._own = [layout.in_shard(slot, mesh.shard_rank) for slot in layout.slots]
         cuts = sorted({0, layout.shard_numel, *(end for own in self._own for end in own)})
         self._shard_sizes = [stop - start for start, stop in itertools.pairwise(cuts)]
-        self._chunk_of = [cuts.index(start) for start, _ in self._own]
+        self._chunk_of = [cuts.index(start) if start < stop else -1 for start, stop in self._own]
+        self._nothing = self.master[:0]
         self._whole = FlatPlacement(mesh=mesh, ranges=tuple(map(layout.shard, range(layout.factor))))
         self.placements = [self._whole.part(slot.offset, slot.stop) for slot in layout.slots]
         self._members = {group: [i for i, s in enumerate(layout.slots) if s.group == group] for group in layout.regions}
@@ -302,20 +304,22 @@ class ShardedGradients(Gradients):
         """Views are kept from step to step, without the gradients that they showed; what a caller holds stays as it was."""
         self._viewed = None
         for i in range(len(self._views)):
-            view, self._views[i] = self._views[i], None
-            if view is not None and sys.getrefcount(view) == 2 and view._use_count() == 1:
-                view._local_tensor = view.counted = self.master[:0]
-                self._views[i] = view
+            view = self._views[i]
+            if view is not None and sys.getrefcount(view) == 3 and view._use_count() == 1:
+                view._local_tensor = view.counted = self._nothing
+            else:
+                self._views[i] = None
 
     def _view_reduced(self) -> None:
         """Let views show the gradients of now."""
         reduced: Any = self.reduced
         self._take_back_views()
         norms, self._viewed = Norms(reduced, self._own, self.mesh), reduced
-        parts = reduced.split_with_sizes(self._shard_sizes)
-        for i, (start, stop) in enumerate(self._own):
-            part = parts[self._chunk_of[i]] if start < stop else reduced[:0]
-            if (view := self._views[i]) is None or part.dtype != view.dtype:
+        parts = (*reduced.split_with_sizes(self._shard_sizes), reduced[:0])
+        like, self._views_dtype = reduced.dtype == self._views_dtype, reduced.dtype
+        for i, view in enumerate(self._views):
+            part = parts[self._chunk_of[i]]
+            if view is None or not like:
                 view = self._views[i] = self._view(part, i)
             view._local_tensor = view.counted = part
             view.norm_beside = partial(norms.norm, i)
