@@ -36,14 +36,18 @@ from fsdp_lab.engine.collectives import ShardError
 from fsdp_lab.engine.extras.placement import (
     FlatPlacement,
     Replica,
+    Run,
     boxes,
     by_name,
+    by_run,
     converted,
+    cuts_of,
     has_plain,
     is_view,
     mean_over_ranks,
     norms_of,
     of_ranks,
+    parts_of,
     replicated,
     writable,
     written,
@@ -64,13 +68,15 @@ class FlatDTensor(DTensor):
     Attributes:
         flat_placement: which elements each rank holds.
         norm_beside: its norm, by order and dtype, found together with those of other tensors.
+        run: what its local tensor is a part of.
         counted: the tensor whose version says that this one, or a view of it, was written to. Views that are made in a
             dispatch mode have versions of their own.
     """
 
-    __slots__ = ("counted", "flat_placement")
+    __slots__ = ("counted", "flat_placement", "run")
     flat_placement: FlatPlacement
     counted: Tensor
+    run: Run | None
     norm_beside: Callable[[float, torch.dtype | None], Tensor | None] | None = None
     given = False  # to an optimizer
 
@@ -83,10 +89,12 @@ class FlatDTensor(DTensor):
         return cls._made(local, spec, placement, requires_grad=requires_grad)
 
     @classmethod
-    def _made(cls, local: Tensor, spec: Any, placement: FlatPlacement, *, requires_grad: bool = False) -> Self:
+    def _made(
+        cls, local: Tensor, spec: Any, placement: FlatPlacement, run: Run | None = None, *, requires_grad: bool = False
+    ) -> Self:
         make: Any = DTensor.__new__
         made: Self = make(cls, local, spec, requires_grad=requires_grad)
-        made.flat_placement, made.counted = placement, local
+        made.flat_placement, made.counted, made.run = placement, local, run
         return made
 
     def like(self, local: Tensor, shape: Shape | None = None, placement: FlatPlacement | None = None) -> FlatDTensor:
@@ -379,12 +387,16 @@ def _on_equal_lists(func: Any, args: Any, kwargs: Any) -> Any:
     changed = [some for some in writable(func, args, kwargs) if some and isinstance(some[0], FlatDTensor)]
     if changed and changed[0][0].given:
         changed[0][0].before_write(name.removeprefix("aten::"), changed[0])
-    results = func(*local_args, **local_kwargs)
+    cuts = cuts_of(args, placements, len(changed)) if name.startswith("aten::_foreach_") else ()
+    results = func(*((by_run(a, cuts) for a in args) if cuts else local_args), **local_kwargs)
     for some in changed:
         torch.autograd.graph.increment_version([*map(_counted, some)])
-    if results is None or results[0].dtype != first[0].dtype:
-        return results and [like.like(local) for like, local in zip(first, results, strict=True)]
-    return [*map(FlatDTensor._made, results, map(_spec, first), placements)]
+    if results is None:
+        return None
+    parts, runs = parts_of(results, first, cuts) if cuts else (results, [None] * len(results))
+    if parts[0].dtype != first[0].dtype:
+        return [like.like(local) for like, local in zip(first, parts, strict=True)]
+    return [*map(FlatDTensor._made, parts, map(_spec, first), placements, runs)]
 
 
 def _local_list(a: Any, placements: list[FlatPlacement]) -> Any:

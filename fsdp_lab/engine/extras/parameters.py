@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,8 @@ from fsdp_lab.engine.buffer import FlatBuffer, Gradients
 from fsdp_lab.engine.collectives import ShardError, Storage
 from fsdp_lab.engine.extras.dtensor import FlatDTensor
 from fsdp_lab.engine.extras.optimizers import Steppable
-from fsdp_lab.engine.extras.placement import FlatPlacement, Norms
+from fsdp_lab.engine.extras.placement import FlatPlacement, Norms, Run
+from fsdp_lab.engine.layout import Range
 
 
 class ShardedParameter(Steppable):
@@ -180,6 +181,10 @@ class ShardedBuffer(FlatBuffer):
     sharded: list[ShardedParameter]
     leaf = UnshardedParameter
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.gradients.mark_runs(self.master, self.sharded)
+
     def _make_gathered(self) -> Storage:
         pool: Any = self.mesh.buffer_pool
         mapped: Storage | None = pool.map_shards(self.layout.shard_numel, self.dtype) if self.is_mapped else None
@@ -216,6 +221,7 @@ class ShardedBuffer(FlatBuffer):
         made = self.sharded[i] = leaf.sharded = self._make_sharded(i, requires_grad=old.requires_grad)
         self.gradients.regions[made.group] = self.gradients.region(made.group)
         self._show(self.sharded)
+        self.gradients.mark_runs(self.master, self.sharded)
         return made
 
 
@@ -247,6 +253,7 @@ class ShardedGradients(Gradients):
         self._whole = FlatPlacement(mesh=mesh, ranges=tuple(map(layout.shard, range(layout.factor))))
         self.placements = [self._whole.part(slot.offset, slot.stop) for slot in layout.slots]
         self._members = {group: [i for i, s in enumerate(layout.slots) if s.group == group] for group in layout.regions}
+        self._runs = self._find_runs()
         self.regions = {group: self.region(group) for group in layout.regions}
 
     def region(self, group: Hashable) -> Region:
@@ -306,7 +313,7 @@ class ShardedGradients(Gradients):
         for i in range(len(self._views)):
             view = self._views[i]
             if view is not None and sys.getrefcount(view) == 3 and view._use_count() == 1:
-                view._local_tensor = view.counted = self._nothing
+                view._local_tensor, view.counted, view.run = self._nothing, self._nothing, None
             else:
                 self._views[i] = None
 
@@ -323,6 +330,29 @@ class ShardedGradients(Gradients):
                 view = self._views[i] = self._view(part, i)
             view._local_tensor = view.counted = part
             view.norm_beside = partial(norms.norm, i)
+        self.mark_runs(reduced, self._views)
+
+    def _find_runs(self) -> list[tuple[Range, list[int], tuple[FlatPlacement, ...]]]:
+        """Parameters of a group with nothing between their ranges in the shard: the range of all, numbers, placements."""
+        found: list[tuple[Range, list[int]]] = []
+        for members in self._members.values():
+            found.append(((0, 0), []))
+            for i in members:
+                (begin, end), (start, stop) = found[-1][0], self._own[i]
+                if begin == end:  # nothing in it yet
+                    found[-1] = (start, stop), [*found[-1][1], i]
+                elif start in (end, stop):
+                    found[-1] = (begin, max(end, stop)), [*found[-1][1], i]
+                else:
+                    found.append(((start, stop), [i]))
+        return [(own, some, tuple(self.placements[i] for i in some)) for own, some in found if len(some) > 1]
+
+    def mark_runs(self, flat: Tensor, tensors: Sequence[FlatDTensor]) -> None:
+        """flat: [n], of which these tensors are ranges."""
+        for own, some, order in self._runs:
+            run = Run(flat[slice(*own)], order)
+            for i in some:
+                tensors[i].run = run
 
     def set_gradient(self, i: int, value: Tensor | None) -> None:
         """A value, whole or cut as the parameter is; None: forget it."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from torch.utils import _pytree as pytree
 from fsdp_lab.engine.collectives import ShardError, answered
 from fsdp_lab.engine.layout import Range
 from fsdp_lab.engine.mesh import ShardMesh
+
+_run_of = operator.attrgetter("run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +58,86 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Range, 
         box = (*(1 for _ in sizes[:d]), count, *sizes[d + 1 :])
         yield (start, start + count * step), ChunkStorageMetadata(torch.Size(at[1:]), torch.Size(box[1:]))
         start += count * step
+
+
+# -- tensors that are computed together ----------------------------------------------------------------------------------
+
+# torch's foreach optimizers make some ten calls with lists of all parameters, of their gradients and of their states. The
+# parameters of a buffer lie side by side, and so do their gradients; states are brought together when they are first computed
+# with either. A kernel then is of as many tensors as there are buffers, with the same bits.
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """flat: [sum of m], the local tensors [m] of sharded ones; order: the placements of these, the same object in all runs
+    that are computed together."""
+
+    flat: Tensor
+    order: tuple[FlatPlacement, ...]
+
+
+def cuts_of(args: Iterable[Any], placements: Sequence[FlatPlacement], changed: int) -> list[slice]:
+    """How lists of tensors with these placements are computed: a run at a time, or one tensor; empty where nothing is a run.
+    The first `changed` lists of tensors are written to; they are brought together where others are."""
+    given = [a for a in args if isinstance(a, (list, tuple))]
+    lists = [some for some in given if isinstance(some[0], DTensor)]
+    numbers = [some for some in given if not isinstance(some[0], DTensor)]
+    runs, cuts, start = [[*map(_run_of, some)] for some in lists], list[slice](), 0
+    if any(isinstance(some[0], Tensor) for some in numbers):
+        return []
+    while start < len(placements):
+        known = next((some[start] for some in runs if some[start] is not None), None)
+        cut = slice(start, start + (1 if known is None else len(known.order)))
+        start = cut.stop
+        if known is not None and [*map(id, placements[cut])] == [*map(id, known.order)]:
+            for some, tensors in zip(runs[:changed], lists, strict=False):
+                if some[cut.start] is None and (joined := _join(tensors[cut], known)) is not None:
+                    some[cut] = repeat(joined, len(known.order))
+            if all(_is_one(some[cut], known) for some in runs) and all(len({*some[cut]}) == 1 for some in numbers):
+                cuts.append(cut)
+                continue
+        cuts += [slice(i, i + 1) for i in range(cut.start, min(start, len(placements)))]
+    return cuts if len(cuts) < len(placements) else []
+
+
+def by_run(arg: Any, cuts: Sequence[slice]) -> Any:
+    """An argument as what is computed: the flat tensors of runs, and a number for each."""
+    if not isinstance(arg, (list, tuple)):
+        return arg
+    if not isinstance(arg[0], DTensor):
+        return [arg[cut.start] for cut in cuts]
+    ones: list[tuple[Any, int]] = [(arg[cut.start], cut.stop - cut.start) for cut in cuts]
+    return [t.run.flat if count > 1 else t._local_tensor for t, count in ones]
+
+
+def parts_of(
+    results: Sequence[Tensor], likes: Sequence[Any], cuts: Sequence[slice]
+) -> tuple[list[Tensor], list[Run | None]]:
+    """The local tensors that were computed together, and the run in which each lies."""
+    parts, runs = list[Tensor](), list[Run | None]()
+    for result, cut in zip(results, cuts, strict=True):
+        like = likes[cut]
+        parts += result.split_with_sizes([t._local_tensor.numel() for t in like])
+        runs += repeat(Run(result, like[0].run.order) if len(like) > 1 else None, len(like))
+    return parts, runs
+
+
+def _is_one(runs: Sequence[Run | None], like: Run) -> bool:
+    return runs[0] is not None and runs[0].order is like.order and runs.count(runs[0]) == len(runs)
+
+
+def _join(tensors: Sequence[Any], like: Run) -> Run | None:
+    """Bring the local tensors of states together. None where somebody else holds one of them, or its memory."""
+    alone: list[Any] = [t._local_tensor for t in tensors]
+    if any(t._use_count() > 1 or torch._C._storage_Use_Count(t.untyped_storage()._cdata) > 2 for t in alone):
+        return None
+    flat = torch.empty(sum(t.numel() for t in alone), dtype=alone[0].dtype, device=alone[0].device)
+    parts, run = flat.split_with_sizes([t.numel() for t in alone]), Run(flat, like.order)
+    torch._foreach_copy_(parts, alone)
+    for t, part, placement in zip(tensors, parts, like.order, strict=True):
+        t._local_tensor = t.counted = part
+        t.flat_placement, t.run = placement, run
+    return run
 
 
 # -- conversions -----------------------------------------------------------------------------------------------------
