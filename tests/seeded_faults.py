@@ -73,10 +73,9 @@ FAULTS = (
           "                flat.use_unsharded_views()",
           tests=("tests/engine/test_features.py", "tests/engine/test_parity.py")),
     Fault("shard range off by one", "engine: the optimizer does not see the last element of a rank's part of a region",
-          old="        start, stop = _common(self.shard(rank), self.regions[group])\n"
-          "        return (start - begin, stop - begin)",
-          new="        start, stop = _common(self.shard(rank), self.regions[group])\n"
-          "        return (start - begin, stop - begin - (stop - start > 1))",
+          old="        return self._in_shard(self.regions[group], rank, rank * self.shard_numel)",
+          new="        start, stop = self._in_shard(self.regions[group], rank, rank * self.shard_numel)\n"
+          "        return start, stop - (stop - start > 1)",
           tests=("tests/engine/test_layout.py", "tests/engine/test_parity.py")),
     Fault("swapped reduce dtype", "engine: gradients are reduced in the dtype of the parameters",
           old="reduce_dtype=None if d.reduce == \"fp32\" and param is None else DTYPES[d.reduce]",

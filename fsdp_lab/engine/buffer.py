@@ -148,7 +148,7 @@ class Gradients:
             return
         if self.unsharded is None:
             pool = None if self.policy.shard_optimizer_only else self.mesh.buffer_pool
-            self.unsharded = empty(pool, self.chunks.numel, self._dtype, self.mesh.device)
+            self.unsharded = empty(pool, sum(self.chunks.sizes), self._dtype, self.mesh.device)
             self._parts = self.unsharded.split_with_sizes(self.chunks.sizes)
         first: tuple[list[Tensor], list[Tensor]] = [], []  # where it goes, and what
         again: tuple[list[Tensor], list[Tensor]] = [], []
