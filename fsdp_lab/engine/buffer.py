@@ -38,7 +38,6 @@ from fsdp_lab.engine.collectives import (
     Group,
     ResizedStorage,
     ShardError,
-    Storage,
     all_gather,
     all_reduce,
     empty,
@@ -425,7 +424,7 @@ class FlatBuffer:
 
     # -- construction -----------------------------------------------------------------------------------------------
 
-    def _make_gathered(self) -> Storage:
+    def _make_gathered(self) -> Any:
         pool = None if self.policy.shard_optimizer_only else self.mesh.buffer_pool
         if pool is None or not self.layout.numel:
             return ResizedStorage(self.layout.numel, self.dtype, self.mesh.device)

@@ -44,25 +44,18 @@ def unanswered(ranks: Sequence[int], what: str, error: Unanswered) -> ShardError
 
 
 @contextmanager
-def answered(ranks: Sequence[int], what: str) -> Iterator[None]:
-    """Around collectives that are waited for at once, and nothing else."""
-    try:
-        with giving_up():
-            yield
-    except Unanswered as e:
-        raise unanswered(ranks, what, e) from e
-
-
-@contextmanager
-def giving_up() -> Iterator[None]:
-    """Raises Unanswered where torch's group gives up. A group of somebody else's has errors of its own kinds: they pass."""
+def answered(ranks: Sequence[int] = (), what: str = "") -> Iterator[None]:
+    """Around collectives that are waited for at once, and nothing else. Raises ShardError where torch's group gives up;
+    without `ranks` it is Unanswered, for who knows them. A group of somebody else's has errors of its own kinds: they
+    pass."""
     began_s = time.monotonic()
     try:
         yield
     except RuntimeError as e:
         if type(e) is not RuntimeError and not isinstance(e, dist.DistError):
             raise
-        raise Unanswered(str(e), time.monotonic() - began_s) from e
+        error = Unanswered(str(e), time.monotonic() - began_s)
+        raise (unanswered(ranks, what, error) if ranks else error) from e
 
 
 class CommHandle:
@@ -101,7 +94,7 @@ class CommHandle:
     def _finish(self) -> None:
         work, self._work = self._work, None
         if work is not None:
-            with giving_up():
+            with answered():
                 work.wait()
         then, self._then = self._then, None
         if then is not None:
@@ -149,23 +142,9 @@ def _real(tensor: Tensor) -> Tensor:
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-class Storage(Protocol):
-    """A tensor that has memory only while it is held. Views of it see what it holds, whenever they were made."""
-
-    tensor: Tensor  # [numel]
-
-    @property
-    def is_held(self) -> bool: ...
-
-    def hold(self) -> None:
-        """Takes the memory; its content is undefined then."""
-
-    def free(self) -> None: ...
-
-
 class ResizedStorage:
-    """A `Storage` of torch's allocator. Held when it is made: torch makes no view of what has no storage. A tensor that is
-    made anew would not do: autograd saves views of gathered parameters, and the backward reads through them."""
+    """A tensor [numel] that has memory only while it is held. One that is made anew would not do: autograd saves views of
+    gathered parameters, and the backward reads through them. Held when made: torch makes no view of what has no storage."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
@@ -177,6 +156,7 @@ class ResizedStorage:
         return bool(self._storage.size())
 
     def hold(self) -> None:
+        """Takes the memory; its content is undefined then."""
         if not self.is_held:
             self._storage.resize_(self._nbytes)
 
@@ -192,11 +172,11 @@ class BufferPool(Protocol):
     def empty(self, numel: int, dtype: torch.dtype, *, is_private: bool = False) -> Tensor:
         """[numel], with any content, on the host. `is_private`: it may be written to at any time, also after it was sent."""
 
-    def reserve(self, numel: int, dtype: torch.dtype) -> Storage:
-        """numel: not 0."""
+    def reserve(self, numel: int, dtype: torch.dtype) -> Any:
+        """What has the methods of a `ResizedStorage`. numel: not 0."""
 
     def map_shards(self, numel: int, dtype: torch.dtype) -> Any:
-        """A `MappedShards` of shards of `numel`: see extras/parameters.py."""
+        """The same of shards of `numel`, where they lie: see extras/parameters.py."""
 
     def settle(self, tensor: Tensor) -> None:
         """Wait until other ranks have read what was sent from a tensor."""

@@ -141,13 +141,12 @@ class ShardMesh:
             raise ShardError(f"{self.shard_size} shards cannot be divided into groups of {size!r}; "
                              f"use a divisor of {self.shard_size}, or True")  # fmt: skip
         parts = [list(self.ranks[i : i + size]) for i in range(0, len(self.ranks), size)]
-        mine = next(i for i, part in enumerate(parts) if dist.get_rank() in part)
         alike = [] if own else [group for group in known_groups() if group.group_desc == _POST_FORWARD]
-        group = next((group for group in alike if dist.get_process_group_ranks(group) == parts[mine]), None)
+        group = next((group for group in alike if dist.get_process_group_ranks(group) in parts), None)
         if group is None:
+            make: Any = dist.new_subgroups_by_enumeration
             with self.answered(f"fully_shard, groups of {size}"):
-                description = None if own else _POST_FORWARD
-                group = [dist.new_group(part, group_desc=description) for part in parts][mine]
+                group, _ = make(parts, group_desc=None if own else _POST_FORWARD)
         return replace(self, kept_post_forward_group=weakref.ref(group))
 
 
@@ -239,13 +238,12 @@ def gather_parts(mesh: ShardMesh, local: Tensor, ranges: Sequence[Range], numel:
     part to the others: an all-gather of equal parts would hold F times the longest one."""
     whole = torch.empty(numel, dtype=local.dtype, device=mesh.device)
     whole[slice(*ranges[mesh.shard_rank])].copy_(local)
-    works: list[dist.Work | None] = []
     with mesh.answered("a whole tensor"):
-        for rank, (start, stop) in enumerate(ranges):
-            if start < stop and mesh.shard_group is not None:
-                source = dist.get_global_rank(mesh.shard_group, rank)
-                works.append(dist.broadcast(whole[start:stop], src=source, group=mesh.shard_group, async_op=True))
+        works: list[Any] = [
+            dist.broadcast(whole[start:stop], group=mesh.shard_group, group_src=rank, async_op=True)
+            for rank, (start, stop) in enumerate(ranges)
+            if start < stop and mesh.shard_group is not None
+        ]
         for work in works:
-            if work is not None:
-                work.wait()
+            work.wait()
     return whole

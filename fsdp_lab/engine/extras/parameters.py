@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp_lab.base.tensors import LeafOfSharded, take_gradient
 from fsdp_lab.engine.buffer import FlatBuffer, Gradients
-from fsdp_lab.engine.collectives import ShardError, Storage
+from fsdp_lab.engine.collectives import ShardError
 from fsdp_lab.engine.extras.dtensor import FlatDTensor
 from fsdp_lab.engine.extras.optimizers import Steppable
 from fsdp_lab.engine.extras.placement import FlatPlacement, Norms
@@ -180,14 +180,13 @@ class ShardedBuffer(FlatBuffer):
     sharded: list[ShardedParameter]
     leaf = UnshardedParameter
 
-    def _make_gathered(self) -> Storage:
+    def _make_gathered(self) -> Any:
         pool: Any = self.mesh.buffer_pool
-        mapped: Storage | None = pool.map_shards(self.layout.shard_numel, self.dtype) if self.is_mapped else None
-        return super()._make_gathered() if mapped is None else mapped
+        return pool.map_shards(self.layout.shard_numel, self.dtype) if self.is_mapped else super()._make_gathered()
 
     def _make_master(self) -> Tensor:
-        mapped: Any = self.gathered if self.is_mapped else None
-        return super()._make_master() if mapped is None else mapped.shard.zero_()
+        master: Tensor = self.gathered.shard.zero_() if self.is_mapped else super()._make_master()
+        return master
 
     def _make_gradients(self) -> ShardedGradients:
         return ShardedGradients(self)
