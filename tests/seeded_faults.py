@@ -46,11 +46,11 @@ class Fault:
 
 FAULTS = (
     Fault("missing division", "engine: gradients are summed over ranks and not divided",
-          old="            if by != 1:\n                summed.div_(by)",
-          new="            if by != by:\n                summed.div_(by)", tests=("tests/engine/test_parity.py",)),
+          old="        if by != 1:\n            mean.div_(by)",
+          new="        if by != by:\n            mean.div_(by)", tests=("tests/engine/test_parity.py",)),
     Fault("missing all-reduce", "engine: hybrid sharding does not reduce across replicas",
-          old="        if self._mesh.replicate_group is not None:\n            yield self._all_reduce",
-          new="        if self._mesh.shard_group is None:\n            yield self._all_reduce",
+          old="            (has_replicas, self._all_reduce),",
+          new="            (self._mesh.shard_group is None, self._all_reduce),",
           tests=("tests/engine/test_parity.py",)),
     Fault("stale shard", "engine: under offload the device's copy of the shard is made once and not again",
           old="        self.device_shard.copy_(self.master, non_blocking=True)",

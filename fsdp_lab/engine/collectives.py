@@ -61,14 +61,14 @@ def answered(ranks: Sequence[int] = (), what: str = "") -> Iterator[None]:
 class CommHandle:
     """Something in flight. `wait` once: afterwards its result may be used on the compute stream.
 
-    To be made inside `stream.entered()`. `keeps` are tensors that must outlive it.
+    To be made inside `stream.entered()`. `keeps`: tensors, or their holders, that must outlive it.
     """
 
     def __init__(
         self,
         stream: CommStream,
         work: dist.Work | None,
-        keeps: tuple[Tensor, ...] = (),
+        keeps: tuple[object, ...] = (),
         then: Callable[[], None] | None = None,
     ) -> None:
         self._work, self._then, self.keeps, self._streams = work, then, keeps, stream.streams

@@ -137,7 +137,7 @@ class Auditor:
 
     def counted(self, names: Iterable[str], itemsize: int) -> int:
         """Of whole gradients that are reduced, with a count for each parameter."""
-        return itemsize * sum(flat.gradients.chunks.numel for name in names for flat in self.units[name].flats)
+        return itemsize * sum(sum(flat.gradients.chunks.sizes) for name in names for flat in self.units[name].flats)
 
     def see(self, phase: Phase, unit: str, direction: Direction) -> None:
         where = f"before {phase.value} {unit or 'root'} {direction.value}"

@@ -56,7 +56,7 @@ class ShardedParameter(Steppable):
     def device(self) -> torch.device:  # type: ignore[override]
         """meta, until the values of what was built there are written."""
         flat = self.flat
-        is_unwritten = flat.built_on_meta[self.number] and flat.master._version == flat.made_version
+        is_unwritten = not flat.has_values[self.number] and flat.master._version == flat.made_version
         return torch.device("meta") if is_unwritten else self._local_tensor.device
 
     @property
@@ -262,13 +262,10 @@ class ShardedGradients(Gradients):
 
     def accumulate(self, shard: Tensor, arrived: frozenset[int], counts: Tensor | None) -> None:
         self.shown, self._region_views, self.read_by, self.stepped_as = None, {}, set(), {}
-        self.note(arrived, counts)
-        for i in self._apart:
+        super().accumulate(shard, arrived, counts)
+        for i in filter(self.has_gradient, self._apart):
             part = shard[slice(*self._own[i])]
-            if self.has_gradient(i):
-                self._given.setdefault(i, self._view(torch.zeros_like(part), i)).add_(self._view(part, i))
-            part.zero_()
-        self.add_reduced(shard)
+            self._given.setdefault(i, self._view(torch.zeros_like(part), i)).add_(self._view(part, i))
 
     def local(self) -> Tensor | None:
         """[n], zero in padding and where a parameter has no gradient; None where none has."""
