@@ -332,7 +332,7 @@ class FlatBuffer:
         self.full: Tensor = self.gathered.tensor
         self._views = [self.full[s.offset : s.stop].view(s.shape) for s in self.layout.slots]
         if self.is_view_of_master:
-            self.master = self.full.zero_()
+            self.master: Tensor = self.full.zero_()
         else:
             self.gathered.free()  # before the shard is made: no more than the larger one exists
             self.master = self._make_master()
@@ -344,7 +344,9 @@ class FlatBuffer:
         self.gradients = self._make_gradients()
         self.sharded = [self._shard(i, value) for i, value in enumerate(values)]
         self.made_version = self.master._version
-        self.parameters = [self._make_leaf(i) for i in range(len(values))]
+        self.parameters = [self.leaf(t.data, requires_grad=values[0].requires_grad) for t in self._freed]
+        for leaf, sharded in zip(self.parameters, self.sharded, strict=True):
+            leaf.sharded = sharded
         self._places = [(module, attribute, i) for i, some in enumerate(self.uses) for module, attribute in some]
         self._show(self.sharded)
         self.reduce_hooks: OrderedDict[int, Callable[[], None]] = OrderedDict()  # called when gradients were reduced
@@ -373,14 +375,13 @@ class FlatBuffer:
         return LocalGradients(self)
 
     def _make_sharded(self, i: int, *, requires_grad: bool) -> Any:
-        made = LocalParameter(self.own_part(i), requires_grad=requires_grad)
+        made: Any = nn.Parameter(self.own_part(i), requires_grad=requires_grad)
         made.flat, made.number = self, i
         return made
 
-    def _make_leaf(self, i: int) -> LeafOfSharded:
-        made = self.leaf(self._freed[i].data, requires_grad=self.sharded[i].requires_grad)
-        made.sharded = self.sharded[i]
-        return made
+    def own_part(self, i: int) -> Tensor:
+        """[m], this rank's part of a parameter as a view of the master shard; m may be 0."""
+        return self.master[slice(*self.layout.in_shard(self.layout.slots[i], self.mesh.shard_rank))]
 
     def for_optimizer(self, i: int) -> tuple[Any, int]:
         """What an optimizer may be given for a parameter, and where this rank's range of the parameter begins in it."""
@@ -476,11 +477,6 @@ class FlatBuffer:
         assert group is not None
         self.post_forward_shard = part_of(self.full, group).clone()
 
-    @property
-    def is_gathered(self) -> bool:
-        """True if there is memory for the gathered values beside that of the shards."""
-        return bool(self.gathered.is_held)
-
     def free_gathered(self, busy: Collection[int] = ()) -> None:
         """Unless a collective may still use its address."""
         if not self.is_view_of_master and self.full.data_ptr() not in busy:
@@ -516,22 +512,9 @@ class FlatBuffer:
                 "after the backward, or a forward under no_grad, or inside `with unshard(model):`"
             )
 
-    # -- what this rank holds ---------------------------------------------------------------------------------------
-
-    def own_part(self, i: int) -> Tensor:
-        """[m], this rank's part of a parameter as a view of the master shard; m may be 0."""
-        return self.master[slice(*self.layout.in_shard(self.layout.slots[i], self.mesh.shard_rank))]
-
-
-class LocalParameter(nn.Parameter):
-    """A plain parameter of this rank's range, [m]."""
-
-    flat: FlatBuffer
-    number: int
-
 
 class LocalGradients(Gradients):
-    """Those of `LocalParameter`s, whose `.grad` is a view of this rank's range."""
+    """Those of plain parameters, whose `.grad` is a view of this rank's range."""
 
     def __init__(self, flat: FlatBuffer) -> None:
         super().__init__(flat)

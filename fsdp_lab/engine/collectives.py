@@ -102,9 +102,8 @@ class CommHandle:
 
 
 def all_gather(full: Tensor, shard: Tensor, group: Group) -> dist.Work | None:
-    """full: [F * n], shard: [n], of one dtype."""
-    renamed = getattr(dist, "all_gather_single", None)  # in torch 2.13, and the other one too
-    call: Callable[..., dist.Work | None] = renamed or dist.all_gather_into_tensor
+    """full: [F * n], shard: [n], of one dtype. torch 2.13 renamed this one and `reduce_scatter_tensor`."""
+    call: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return call(_real(full.data), _real(shard), group=group, async_op=True)
 
 

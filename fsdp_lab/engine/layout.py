@@ -120,14 +120,11 @@ class Chunks:
                 begins[rank * part_numel + layout.in_shard(slot, rank)[0]] = i, start, stop
         ends = (begin + stop - start for begin, (_, start, stop) in begins.items())
         cuts = sorted({0, layout.factor * part_numel, *begins, *ends})
+        chunks = {begin: chunk for chunk, begin in enumerate(cuts[:-1])}
+        padding = [chunk for begin, chunk in chunks.items() if begin not in begins]
         places: list[list[tuple[int, int, int]]] = [[] for _ in layout.slots]
-        padding = []
-        for chunk, begin in enumerate(cuts[:-1]):
-            if begin in begins:
-                i, start, stop = begins[begin]
-                places[i].append((chunk, start, stop))
-            else:
-                padding.append(chunk)
+        for begin, (i, start, stop) in begins.items():
+            places[i].append((chunks[begin], start, stop))
         sizes = [stop - start for start, stop in itertools.pairwise(cuts)]
         return cls(sizes=sizes, places=places, padding=padding, counts=counts, part_numel=part_numel)
 

@@ -122,7 +122,8 @@ class ShardMesh:
     ) -> ShardMesh:
         """Makes one from what `fully_shard` was given; `holding`: where the parameters are. Without a mesh all ranks share
         one copy, in the default group: no group is made. Raises ShardError: there is no process group."""
-        _check_initialised()
+        if not dist.is_initialized():
+            raise ShardError("there is no process group; call torch.distributed.init_process_group before fully_shard")
         if mesh is None:
             current = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
             backends = dict(pair.split(":", 1) for pair in dist.get_backend_config().split(","))
@@ -172,23 +173,15 @@ def choose_device(
 def build_mesh(device_type: str, *, shard_size: int | None = None) -> DeviceMesh:
     """A mesh of all ranks; collective. `shard_size`: ranks that share one copy of the parameters (F); None: all of them. 1
     replicates. Raises ShardError: the world size is not a multiple of it, or there is no such device."""
-    _check_initialised()
     world = dist.get_world_size()
     if device_type != "cpu" and not (device_type == "cuda" and torch.cuda.is_available()):
-        raise ShardError(
-            f'the mesh is to be for {device_type!r}, and there is no such device here; give "cpu" or "cuda"'
-        )
+        raise ShardError(f"the mesh is to be for {device_type!r}, and there is no such device here; give cpu or cuda")
     if shard_size is not None and (not isinstance(shard_size, int) or shard_size < 1 or world % shard_size):
         raise ShardError(f"{world} ranks cannot be divided into shard groups of {shard_size!r}; "
                          "use a divisor of the world size")  # fmt: skip
     size = shard_size or world
     given = {name: n for name, n in (("replicate", world // size), ("shard", size)) if n > 1} or {"shard": world}
     return letting_go(init_device_mesh(device_type, tuple(given.values()), mesh_dim_names=tuple(given)))
-
-
-def _check_initialised() -> None:
-    if not dist.is_initialized():
-        raise ShardError("there is no process group; call torch.distributed.init_process_group before fully_shard")
 
 
 def _dimensions(mesh: DeviceMesh) -> tuple[int | None, int | None]:

@@ -102,7 +102,7 @@ def held(model: Model) -> Counter[str]:
     found: Counter[str] = Counter()
     for flat in (flat for unit in units_of(model) for flat in unit.flats):
         came = list(flat.gradients.pieces.values())
-        whole = [] if flat.is_view_of_master or not flat.is_gathered else [flat.full]
+        whole = [] if flat.is_view_of_master or not flat.gathered.is_held else [flat.full]
         for kind, tensors in {
             "parameters": [flat.master],
             "unsharded": whole,
