@@ -30,16 +30,7 @@ from torch import Tensor, nn
 
 from fsdp_lab.base.streams import CommStream, CommStreams
 from fsdp_lab.base.tensors import LeafOfSharded, set_data
-from fsdp_lab.engine.collectives import (
-    CommHandle,
-    Group,
-    ResizedStorage,
-    ShardError,
-    all_gather,
-    all_reduce,
-    empty,
-    reduce_scatter,
-)
+from fsdp_lab.engine.collectives import CommHandle, Group, ShardError, all_gather, all_reduce, reduce_scatter
 from fsdp_lab.engine.layout import Chunks, Layout
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.policy import ShardPolicy
@@ -108,8 +99,8 @@ class Gradients:
         if not pieces:
             return
         if self.unsharded is None:
-            pool = None if self.policy.shard_optimizer_only else self.mesh.buffer_pool
-            self.unsharded = empty(pool, sum(self.chunks.sizes), self._dtype, self.mesh.device)
+            pooled = not self.policy.shard_optimizer_only
+            self.unsharded = self.mesh.empty(sum(self.chunks.sizes), self._dtype, pooled=pooled)
             self._parts = self.unsharded.split_with_sizes(self.chunks.sizes)
         first: tuple[list[Tensor], list[Tensor]] = [], []  # where it goes, and what
         again: tuple[list[Tensor], list[Tensor]] = [], []
@@ -275,8 +266,7 @@ class Reduction:
         if self._keeps_whole:  # of which it may stay a part
             self.shard = mean[:n].to(self._final_dtype) if is_last else mean
         elif is_last:
-            shard = empty(self._mesh.buffer_pool, n, self._final_dtype, mean.device, is_private=True)
-            self.shard = shard.copy_(mean[:n])
+            self.shard = self._mesh.empty(n, self._final_dtype, is_private=True).copy_(mean[:n])
         else:
             self.shard = mean.clone()  # so that the whole can be freed
 
@@ -360,10 +350,7 @@ class FlatBuffer:
     # -- construction -----------------------------------------------------------------------------------------------
 
     def _make_gathered(self) -> Any:
-        pool = None if self.policy.shard_optimizer_only else self.mesh.buffer_pool
-        if pool is None or not self.layout.numel:
-            return ResizedStorage(self.layout.numel, self.dtype, self.mesh.device)
-        return pool.reserve(self.layout.numel, self.dtype)
+        return self.mesh.reserve(self.layout.numel, self.dtype, pooled=not self.policy.shard_optimizer_only)
 
     def _make_master(self) -> Tensor:
         if self.policy.is_on_host(self.mesh):

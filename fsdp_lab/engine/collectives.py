@@ -32,15 +32,14 @@ class Unanswered(ShardError):
         super().__init__(said)
         self.waited_s = waited_s
 
-
-def unanswered(ranks: Sequence[int], what: str, error: Unanswered) -> ShardError:
-    """The error of a rank that waited for `ranks`, of which one did not come, as after its last batch."""
-    others = [rank for rank in ranks if rank != dist.get_rank()]
-    who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(map(str, others))}"
-    return ShardError(
-        f"rank {dist.get_rank()} waited {error.waited_s:.1f} s {what} for {who}, which did not "
-        f"come; give every rank the same number of batches, and let all make the same calls: {error}"
-    )
+    def among(self, ranks: Sequence[int], what: str) -> ShardError:
+        """The error of a rank that waited for `ranks`, of which one did not come, as after its last batch."""
+        others = [rank for rank in ranks if rank != dist.get_rank()]
+        who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(map(str, others))}"
+        return ShardError(
+            f"rank {dist.get_rank()} waited {self.waited_s:.1f} s {what} for {who}, which did not come; give every rank "
+            f"the same number of batches, and let all make the same calls: {self}"
+        )
 
 
 @contextmanager
@@ -55,7 +54,7 @@ def answered(ranks: Sequence[int] = (), what: str = "") -> Iterator[None]:
         if type(e) is not RuntimeError and not isinstance(e, dist.DistError):
             raise
         error = Unanswered(str(e), time.monotonic() - began_s)
-        raise (unanswered(ranks, what, error) if ranks else error) from e
+        raise (error.among(ranks, what) if ranks else error) from e
 
 
 class CommHandle:
@@ -183,12 +182,3 @@ class BufferPool(Protocol):
 
 def pool_of(group: Group | None, device: torch.device) -> BufferPool | None:
     return getattr(group, "buffer_pool", None) if device.type == "cpu" else None
-
-
-def empty(
-    pool: BufferPool | None, numel: int, dtype: torch.dtype, device: torch.device, *, is_private: bool = False
-) -> Tensor:
-    """[numel], with any content. `is_private`: see `BufferPool`."""
-    if pool is None:
-        return torch.empty(numel, dtype=dtype, device=device)
-    return pool.empty(numel, dtype, is_private=is_private)

@@ -24,13 +24,11 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_lab.base.streams import Streams, streams_of
-from fsdp_lab.engine.collectives import BufferPool, Group, ShardError, Unanswered, answered, pool_of, unanswered
+from fsdp_lab.engine.collectives import BufferPool, Group, ResizedStorage, ShardError, Unanswered, answered, pool_of
 from fsdp_lab.engine.layout import Range
 
 _POST_FORWARD = "fsdp_lab post-forward"  # the description by which such a group is found again
 _BUILD = "make it with fsdp_lab.engine.build_mesh"
-
-
 Kept = Callable[[], Group | None] | None  # a weak reference: torch keeps a group until it is destroyed
 
 
@@ -69,7 +67,7 @@ class ShardMesh:
 
     def unanswered(self, error: Unanswered, what: str) -> ShardError:
         """The error that says what this rank waited for, and in which step."""
-        return unanswered(self.ranks, f"in step {self.counter.step} ({what})", error)
+        return error.among(self.ranks, f"in step {self.counter.step} ({what})")
 
     def answered(self, what: str) -> AbstractContextManager[None]:
         """A context around collectives that are waited for at once, in which an error says so."""
@@ -79,6 +77,18 @@ class ShardMesh:
     def buffer_pool(self) -> BufferPool | None:
         """Memory of the shard group's own for what it sends, where it has any."""
         return pool_of(self.shard_group, self.device)
+
+    def empty(self, numel: int, dtype: torch.dtype, *, pooled: bool = True, is_private: bool = False) -> Tensor:
+        """[numel], with any content, from the pool, if any, where it may be `pooled`. `is_private`: see `BufferPool`."""
+        pool = self.buffer_pool if pooled else None
+        if pool is None:
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        return pool.empty(numel, dtype, is_private=is_private)
+
+    def reserve(self, numel: int, dtype: torch.dtype, *, pooled: bool) -> Any:
+        """The same as what has memory only while it is held: a `ResizedStorage`, or the pool's own."""
+        pool = self.buffer_pool if pooled and numel else None
+        return ResizedStorage(numel, dtype, self.device) if pool is None else pool.reserve(numel, dtype)
 
     @cached_property
     def streams(self) -> Streams | None:
