@@ -46,11 +46,11 @@ class Fault:
 
 FAULTS = (
     Fault("missing division", "engine: gradients are summed over ranks and not divided",
-          old="            if by != 1:\n                summed.div_(by)",
-          new="            if by != by:\n                summed.div_(by)", tests=("tests/engine/test_parity.py",)),
+          old="        if by != 1:\n            mean.div_(by)",
+          new="        if by != by:\n            mean.div_(by)", tests=("tests/engine/test_parity.py",)),
     Fault("missing all-reduce", "engine: hybrid sharding does not reduce across replicas",
-          old="        if self._mesh.replicate_group is not None:\n            yield self._all_reduce",
-          new="        if self._mesh.shard_group is None:\n            yield self._all_reduce",
+          old="            (has_replicas, self._all_reduce),",
+          new="            (self._mesh.shard_group is None, self._all_reduce),",
           tests=("tests/engine/test_parity.py",)),
     Fault("stale shard", "engine: under offload the device's copy of the shard is made once and not again",
           old="        self.device_shard.copy_(self.master, non_blocking=True)",
@@ -73,10 +73,9 @@ FAULTS = (
           "                flat.use_unsharded_views()",
           tests=("tests/engine/test_features.py", "tests/engine/test_parity.py")),
     Fault("shard range off by one", "engine: the optimizer does not see the last element of a rank's part of a region",
-          old="        start, stop = _common(self.shard(rank), self.regions[group])\n"
-          "        return (start - begin, stop - begin)",
-          new="        start, stop = _common(self.shard(rank), self.regions[group])\n"
-          "        return (start - begin, stop - begin - (stop - start > 1))",
+          old="        return self._in_shard(self.regions[group], rank, rank * self.shard_numel)",
+          new="        start, stop = self._in_shard(self.regions[group], rank, rank * self.shard_numel)\n"
+          "        return start, stop - (stop - start > 1)",
           tests=("tests/engine/test_layout.py", "tests/engine/test_parity.py")),
     Fault("swapped reduce dtype", "engine: gradients are reduced in the dtype of the parameters",
           old="reduce_dtype=None if d.reduce == \"fp32\" and param is None else DTYPES[d.reduce]",

@@ -29,13 +29,13 @@ class FlatTensors(Measured):
         """The device copies under optimizer offload, and ZeRO-1's gathered parameters."""
         flats = list(engine.flats_of(self.module))
         copies = sum(flat.device_shard.nbytes for flat in flats if flat.device_shard is not None)
-        return copies + sum(flat.full.nbytes for flat in flats if not flat.is_view_of_master and flat.is_gathered)
+        return copies + sum(flat.full.nbytes for flat in flats if not flat.is_view_of_master and flat.gathered.is_held)
 
     def transient_tensors(self) -> Iterator[RoleTensor]:
         for flat in engine.flats_of(self.module):
             stays = flat.policy.offload == engine.OffloadPolicy.OPTIMIZER  # otherwise it is only sent
             device_shard = Role.PARAMETERS if stays else Role.COMMUNICATION
-            if flat.is_gathered:
+            if flat.gathered.is_held:
                 yield Role.UNSHARDED, flat.full
             resharded, unreduced = flat.post_forward_shard, flat.gradients.unsharded
             optional = (device_shard, flat.device_shard), (Role.UNSHARDED, resharded), (Role.GRADIENTS, unreduced)

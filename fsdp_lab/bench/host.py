@@ -33,8 +33,7 @@ PEERS = ("ddp", "fsdp1", "fsdp2", *OURS)
 PLAIN, AGAIN = Form(name="plain", peer="plain", group="raw"), Form(name="lab-raw-again", peer="lab", group="raw")
 FORMS = (*(Form(name=f"{peer}-{group}", peer=peer, group=group) for group in ("raw", "wire") for peer in PEERS), AGAIN)
 # Functions of buffer.py.
-_GRADIENTS = ("receive", "collect", "take", "accumulate", "advance", "_reduce_scatter",
-              "_cut", "_to_mean", "landed", "reduce", "note", "add_reduced")  # fmt: skip
+_GRADIENTS = ("receive", "collect", "take", "accumulate", "advance", "_reduce_scatter", "_to_mean")
 # Parts of a file's path and function: the first place counts. What a built-in function takes is its caller's.
 PLACES: Mapping[str, Sequence[str]] = {
     "hooks": ("engine/hooks", "engine/runtime"),

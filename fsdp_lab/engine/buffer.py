@@ -1,10 +1,8 @@
 """Flat buffers: the parameters of a unit that have one dtype, and their gradients, as one tensor each.
 
-    Buffer       a flat tensor and its placement, what of a whole [F * n] a rank has: a shard [n], a replica, or a summand;
-                 `gather` makes shards a replica, `reduce` makes summands a shard
     Gradients    what came from autograd, and what the optimizer is given
-    Reduction    one whole gradient on its way from the one to the other
-    FlatBuffer   parameters: the master shard, the gathered replica, and what modules hold
+    Reduction    one whole gradient, [F * n'], on its way from the one to the other: ranks' summands become shards
+    FlatBuffer   parameters: the master shard [n], the gathered replica [F * n], and what modules hold
 
 The master shard is in the parameters' own dtype (fp32), on the host under offload. The replica is in the dtype of
 computation, with memory only while it is gathered; the parameters that modules hold meanwhile are views of it, so that an
@@ -20,12 +18,11 @@ not come here, the host reads the count when the gradient is asked for; where al
 
 from __future__ import annotations
 
-import enum
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,17 +30,7 @@ from torch import Tensor, nn
 
 from fsdp_lab.base.streams import CommStream, CommStreams
 from fsdp_lab.base.tensors import LeafOfSharded, set_data
-from fsdp_lab.engine.collectives import (
-    CommHandle,
-    Group,
-    ResizedStorage,
-    ShardError,
-    Storage,
-    all_gather,
-    all_reduce,
-    empty,
-    reduce_scatter,
-)
+from fsdp_lab.engine.collectives import CommHandle, Group, ShardError, all_gather, all_reduce, reduce_scatter
 from fsdp_lab.engine.layout import Chunks, Layout
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.policy import ShardPolicy
@@ -54,45 +41,10 @@ Use = tuple[nn.Module, str]  # a module and the attribute under which it holds a
 Entry = tuple[nn.Parameter, Sequence[Use], str, Hashable]
 
 
-class BufferPlacement(enum.Enum):
-    SHARD = "shard"  # [n], this rank's part: masters, reduced gradients
-    REPLICATE = "replicate"  # [F * n], the same on all ranks: gathered parameters
-    PARTIAL = "partial"  # [F * n], this rank's summand of it: gradients before they are reduced
-
-
-@dataclass(frozen=True, eq=False)
-class Buffer:
-    """A flat tensor in a group of F ranks, of which this is number `rank`. group None: F is 1, and nothing is sent."""
-
-    tensor: Tensor
-    placement: BufferPlacement
-    group: Group | None
-    rank: int
-
-    def part(self) -> Tensor:
-        """[n], where this rank's shard is in the whole."""
-        if self.placement is BufferPlacement.SHARD or self.group is None:
-            return self.tensor
-        n = self.tensor.numel() // self.group.size()
-        return self.tensor[self.rank * n : (self.rank + 1) * n]
-
-    def gather(self, whole: Buffer, stream: CommStream) -> CommHandle:
-        """From SHARD to REPLICATE, in the dtype of `whole`. To be called inside `stream.entered()`."""
-        assert self.placement is BufferPlacement.SHARD and whole.placement is BufferPlacement.REPLICATE
-        sent = self.tensor
-        if self.group is None:
-            whole.tensor.data.copy_(sent)
-            return CommHandle(stream, None, keeps=(sent,))
-        if sent.dtype != whole.tensor.dtype:  # cast to where it belongs
-            sent = whole.part().data.copy_(sent)
-        return CommHandle(stream, all_gather(whole.tensor, sent, self.group), keeps=(sent,))
-
-    def reduce(self, stream: CommStream, landed: Callable[[Tensor], None]) -> CommHandle:
-        """From PARTIAL to SHARD: the sum, in place, so that no more than the whole is in flight; `landed` is given it. To be
-        called inside `stream.entered()`."""
-        assert self.placement is BufferPlacement.PARTIAL and self.group is not None
-        shard = self.part()
-        return CommHandle(stream, reduce_scatter(shard, self.tensor, self.group), then=lambda: landed(shard))
+def part_of(whole: Tensor, group: Group) -> Tensor:
+    """[n], where this rank's shard is in a whole: [F * n]"""
+    n = whole.numel() // group.size()
+    return whole.narrow(0, group.rank() * n, n)
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------
@@ -147,8 +99,8 @@ class Gradients:
         if not pieces:
             return
         if self.unsharded is None:
-            pool = None if self.policy.shard_optimizer_only else self.mesh.buffer_pool
-            self.unsharded = empty(pool, self.chunks.numel, self._dtype, self.mesh.device)
+            pooled = not self.policy.shard_optimizer_only
+            self.unsharded = self.mesh.empty(sum(self.chunks.sizes), self._dtype, pooled=pooled)
             self._parts = self.unsharded.split_with_sizes(self.chunks.sizes)
         first: tuple[list[Tensor], list[Tensor]] = [], []  # where it goes, and what
         again: tuple[list[Tensor], list[Tensor]] = [], []
@@ -183,7 +135,7 @@ class Gradients:
         if self.unsharded is None:
             return None
         gradient, parts, arrived = self.unsharded, self._parts, frozenset(self._arrived)
-        self.unsharded, self._parts, self._arrived = None, (), set()
+        self.drop()
         absent = [i for i in range(len(self.layout.slots)) if i not in arrived]
         nothing = [parts[chunk] for chunk in self.chunks.padding]
         nothing += [parts[chunk] for i in absent for chunk, _, _ in self.chunks.places[i]]
@@ -200,15 +152,9 @@ class Gradients:
     def accumulate(self, shard: Tensor, arrived: frozenset[int], counts: Tensor | None) -> None:
         """shard: [n], reduced, in the master's dtype and place or in the reduce dtype. `arrived` on this rank. counts: [P],
         on how many ranks each came, where that is not known here."""
-        self.note(arrived, counts)
-        self.add_reduced(shard)
-
-    def note(self, arrived: frozenset[int], counts: Tensor | None) -> None:
         self._present |= arrived
         if counts is not None:
             self._unread.append(counts)
-
-    def add_reduced(self, shard: Tensor) -> None:
         if self.reduced is None:
             self.reduced = shard
         else:
@@ -248,23 +194,26 @@ class Reduction:
         self.shard = gradient  # what it has become so far: [n'], then [n]; whole where nothing is scattered
         self._counts: Tensor | None = None  # [P], where not all came here
         self._final_dtype = gradient.dtype if target.policy.mp.keep_low_precision_gradients else target.master.dtype
-        self._divides_first = gradient.dtype is torch.float16
-        self._rest = 1.0  # to divide by after all sums
-        if self._divides_first:
+        self._rest: float | None = None  # in fp16: to divide by after all sums
+        if gradient.dtype is torch.float16:
             first, self._rest = _divisors(self._mesh.world_size)
             gradient.div_(first)
+        self._keeps_whole = target.policy.shard_optimizer_only
         self._is_on_host = target.policy.is_on_host(self._mesh)
-        is_queued = self._mesh.streams is not None
         self._handle: CommHandle | None = None  # the last that was issued
-        self._unsent = [*self._stages()]
-        if self._unsent:
-            self._send()
-        else:
+        self._scattered: CommHandle | None = None  # the reduce-scatter, until it was waited for
+        is_queued, has_replicas = self._mesh.streams is not None, self._mesh.replicate_group is not None
+        stages = (
+            (self._mesh.shard_group is not None, self._reduce_scatter),
+            (has_replicas, self._all_reduce),
+            (self._is_on_host, self._deliver),
+        )
+        self._unsent = [send for is_needed, send in stages if is_needed]
+        if not self._unsent:
             self.shard = gradient.to(self._final_dtype)
-        self._scattered = self._handle if self._mesh.shard_group is not None else None
-        while is_queued and self._unsent:
-            self._send()
-        self._stays = stays and is_queued and (self._is_on_host or self._mesh.replicate_group is not None)
+        while self._unsent and (is_queued or self._handle is None):
+            self._handle = self._unsent.pop(0)()
+        self._stays = stays and is_queued and (self._is_on_host or has_replicas)
 
     def ends(self, *, last: bool) -> bool:
         """Returns whether the next `advance` gives the gradient to the optimizer; `last`: at the end of the backward."""
@@ -281,79 +230,55 @@ class Reduction:
         if self._scattered is not None:
             self._scattered.wait()
             self._scattered = None
-            if not self.target.policy.shard_optimizer_only:
+            if not self._keeps_whole:
                 self.unsharded = None
         if self._unsent:
-            self._send()
-
-    def _stages(self) -> Iterator[Callable[[], CommHandle]]:
-        if self._mesh.shard_group is not None:
-            yield self._reduce_scatter
-        if self._mesh.replicate_group is not None:
-            yield self._all_reduce
-        if self._is_on_host:
-            yield self._deliver
-
-    def _send(self) -> None:
-        self._handle = self._unsent.pop(0)()
+            self._handle = self._unsent.pop(0)()
 
     def _reduce_scatter(self) -> CommHandle:
-        assert self.unsharded is not None
-        whole = Buffer(self.unsharded, BufferPlacement.PARTIAL, self._mesh.shard_group, self._mesh.shard_rank)
-        is_last = self._mesh.replicate_group is None
-
-        def landed(shard: Tensor) -> None:
-            self._to_mean(shard, self._mesh.shard_size, is_last=is_last)
-            if is_last:
-                self._cut(shard)
-            elif not self.target.policy.shard_optimizer_only:
-                self.shard = shard.clone()  # so that the whole can be freed
-
-        self.shard = whole.part()
-        with self._streams.reduce.entered():
-            return whole.reduce(self._streams.reduce, landed)
+        """In place, so that no more than the whole is in flight."""
+        whole, group, stream = self.unsharded, self._mesh.shard_group, self._streams.reduce
+        assert whole is not None and group is not None
+        self.shard = part_of(whole, group)
+        then = partial(self._to_mean, self._mesh.shard_size, is_last=self._mesh.replicate_group is None)
+        with stream.entered():
+            self._scattered = CommHandle(stream, reduce_scatter(self.shard, whole, group), then=then)
+        return self._scattered
 
     def _all_reduce(self) -> CommHandle:
-        group, shard = self._mesh.replicate_group, self.shard
+        shard, group, stream = self.shard, self._mesh.replicate_group, self._streams.all_reduce
         assert group is not None
-
-        def landed() -> None:
-            self._to_mean(shard, self._mesh.replicas, is_last=True)
-            self._cut(shard)
-
-        with self._streams.all_reduce.entered():
+        with stream.entered():
             if self._handle is not None:
                 self._handle.order()
-            return CommHandle(self._streams.all_reduce, all_reduce(shard, group), keeps=(shard,), then=landed)
+            then = partial(self._to_mean, self._mesh.replicas, is_last=True)
+            return CommHandle(stream, all_reduce(shard, group), keeps=(shard,), then=then)
 
-    def _cut(self, mean: Tensor) -> None:
-        """The shard without its counts, in the dtype that the optimizer is given. mean: [n']"""
-        n, counts = self.target.layout.shard_numel, self.target.chunks.counts
-        if len(self._arrived) < counts:
+    def _to_mean(self, ranks: int, *, is_last: bool) -> None:
+        """Called when a sum over so many ranks is in `shard`: [n']. The last one loses its counts, [n], and gets the dtype
+        that the optimizer is given."""
+        mean, n, counts = self.shard, self.target.layout.shard_numel, self.target.chunks.counts
+        by = ranks if self._rest is None else self._rest if is_last else 1
+        if by != 1:
+            mean.div_(by)
+        if is_last and len(self._arrived) < counts:
             self._counts = mean[n : n + counts].clone()
-        if self.target.policy.shard_optimizer_only:  # it may stay a part of the whole gradient
-            self.shard = mean[:n].to(self._final_dtype)
+        if self._keeps_whole:  # of which it may stay a part
+            self.shard = mean[:n].to(self._final_dtype) if is_last else mean
+        elif is_last:
+            self.shard = self._mesh.empty(n, self._final_dtype, is_private=True).copy_(mean[:n])
         else:
-            self.shard = empty(self._mesh.buffer_pool, n, self._final_dtype, mean.device, is_private=True).copy_(
-                mean[:n]
-            )
+            self.shard = mean.clone()  # so that the whole can be freed
 
     def _deliver(self) -> CommHandle:
         """Copies the gradient to the host, where the master shard is."""
+        assert self._mesh.streams is not None
         with self._streams.to_host.entered():
-            before: tuple[Tensor, ...] = ()
             if self._handle is not None:
                 self._handle.order()
-                before = self._handle.keeps
             reduced, cast = self.shard, self.shard.to(self._final_dtype)
-            assert self._mesh.streams is not None
             self.shard = self._mesh.streams.host_memory(cast.numel(), cast.dtype).copy_(cast, non_blocking=True)
-            return CommHandle(self._streams.to_host, None, keeps=(*before, reduced, cast))
-
-    def _to_mean(self, summed: Tensor, ranks: int, *, is_last: bool) -> None:
-        for by in (1 if self._divides_first else ranks, self._rest if is_last else 1):
-            if by != 1:
-                summed.div_(by)
+            return CommHandle(self._streams.to_host, None, keeps=(self._handle, reduced, cast))
 
 
 def _divisors(ranks: int) -> tuple[int, float]:
@@ -388,31 +313,30 @@ class FlatBuffer:
         self.mesh, self.policy, self.dtype, self.names = mesh, policy, dtype, list(names)
         self.uses = tuple(map(tuple, uses))
         self.originals = values  # what the modules held before
-        self._own_dtype = values[0].dtype
-        self.built_on_meta = [v.is_meta for v in values]
         self.has_values = [not v.is_meta and not hasattr(v, TAKEN) for v in values]
         shapes = [tuple(v.shape) for v in values]
         self.is_mapped = policy.map_shards and mesh.shard_size > 1 and any(map(math.prod, shapes))
         self.layout = Layout.of(shapes, groups, mesh.shard_size, dtype.itemsize, whole_pages=self.is_mapped)
-        self.is_view_of_master = mesh.shard_size == 1 and dtype == self._own_dtype and not policy.is_on_host(mesh)
-        if self.is_view_of_master:
-            self.master = self._make_master()
-            self.full = self.master.detach()
-        else:
-            self.gathered = self._make_gathered()
-            self.full = self.gathered.tensor
+        self.is_view_of_master = mesh.shard_size == 1 and dtype == values[0].dtype and not policy.is_on_host(mesh)
+        self.gathered = self._make_gathered()
+        self.full: Tensor = self.gathered.tensor
         self._views = [self.full[s.offset : s.stop].view(s.shape) for s in self.layout.slots]
-        if not self.is_view_of_master:
+        if self.is_view_of_master:
+            self.master: Tensor = self.full.zero_()
+        else:
             self.gathered.free()  # before the shard is made: no more than the larger one exists
             self.master = self._make_master()
         nothing = _absent(dtype, mesh.device)
-        self._nothing = [nothing.expand(s.shape) for s in self.layout.slots]  # what leaves show while they are freed
-        self._nothing_at = [t.data_ptr() for t in self._nothing]
+        # What leaves show while they are freed.
+        self._freed = self._views if self.is_view_of_master else [nothing.expand(s.shape) for s in self.layout.slots]
+        self._freed_at = [t.data_ptr() for t in self._freed]
         self._offsets = [s.offset * dtype.itemsize for s in self.layout.slots]
         self.gradients = self._make_gradients()
         self.sharded = [self._shard(i, value) for i, value in enumerate(values)]
         self.made_version = self.master._version
-        self.parameters = [self._make_leaf(i) for i in range(len(values))]
+        self.parameters = [self.leaf(t.data, requires_grad=values[0].requires_grad) for t in self._freed]
+        for leaf, sharded in zip(self.parameters, self.sharded, strict=True):
+            leaf.sharded = sharded
         self._places = [(module, attribute, i) for i, some in enumerate(self.uses) for module, attribute in some]
         self._show(self.sharded)
         self.reduce_hooks: OrderedDict[int, Callable[[], None]] = OrderedDict()  # called when gradients were reduced
@@ -425,38 +349,30 @@ class FlatBuffer:
 
     # -- construction -----------------------------------------------------------------------------------------------
 
-    def _make_gathered(self) -> Storage:
-        pool = None if self.policy.shard_optimizer_only else self.mesh.buffer_pool
-        if pool is None or not self.layout.numel:
-            return ResizedStorage(self.layout.numel, self.dtype, self.mesh.device)
-        return pool.reserve(self.layout.numel, self.dtype)
+    def _make_gathered(self) -> Any:
+        return self.mesh.reserve(self.layout.numel, self.dtype, pooled=not self.policy.shard_optimizer_only)
 
     def _make_master(self) -> Tensor:
         if self.policy.is_on_host(self.mesh):
             assert self.mesh.streams is not None
-            return self.mesh.streams.host_memory(self.layout.shard_numel, self._own_dtype).zero_()
-        return torch.zeros(self.layout.shard_numel, dtype=self._own_dtype, device=self.mesh.device)
+            return self.mesh.streams.host_memory(self.layout.shard_numel, self.originals[0].dtype).zero_()
+        return torch.zeros(self.layout.shard_numel, dtype=self.originals[0].dtype, device=self.mesh.device)
 
     def _make_gradients(self) -> Any:
         return LocalGradients(self)
 
     def _make_sharded(self, i: int, *, requires_grad: bool) -> Any:
-        made = LocalParameter(self.own_part(i), requires_grad=requires_grad)
+        made: Any = nn.Parameter(self.own_part(i), requires_grad=requires_grad)
         made.flat, made.number = self, i
         return made
 
-    def _make_leaf(self, i: int) -> LeafOfSharded:
-        made = self.leaf(self.freed(i).data, requires_grad=self.sharded[i].requires_grad)
-        made.sharded = self.sharded[i]
-        return made
+    def own_part(self, i: int) -> Tensor:
+        """[m], this rank's part of a parameter as a view of the master shard; m may be 0."""
+        return self.master[slice(*self.layout.in_shard(self.layout.slots[i], self.mesh.shard_rank))]
 
     def for_optimizer(self, i: int) -> tuple[Any, int]:
         """What an optimizer may be given for a parameter, and where this rank's range of the parameter begins in it."""
         return self.sharded[i], 0
-
-    def freed(self, i: int) -> Tensor:
-        """What a leaf shows while it is not gathered."""
-        return self._views[i] if self.is_view_of_master else self._nothing[i]
 
     def _shard(self, i: int, value: nn.Parameter) -> Any:
         """Copy this rank's part of a parameter, free the parameter, and make the sharded one."""
@@ -502,16 +418,17 @@ class FlatBuffer:
             return CommHandle(stream, None)
         if copies or not self.is_mapped:
             self.gathered.hold()
-        group, rank = self.mesh.shard_group, self.mesh.shard_rank
-        sent = self.master.detach() if self.device_shard is None else self.device_shard
+        group, sent = self.mesh.shard_group, self.master.detach() if self.device_shard is None else self.device_shard
         if self.post_forward_shard is not None:
-            group = self.mesh.post_forward_group
-            assert group is not None
-            rank, sent, self.post_forward_shard = group.rank(), self.post_forward_shard, None
+            group, sent, self.post_forward_shard = self.mesh.post_forward_group, self.post_forward_shard, None
         elif self.policy.offload == OffloadPolicy.ALL:
             self.device_shard = None  # the handle keeps it as long as it is needed
-        whole = Buffer(self.full, BufferPlacement.REPLICATE, group, rank)
-        return Buffer(sent, BufferPlacement.SHARD, group, rank).gather(whole, stream)
+        if group is None:
+            self.full.data.copy_(sent)
+            return CommHandle(stream, None, keeps=(sent,))
+        if sent.dtype != self.dtype:  # cast to where it belongs
+            sent = part_of(self.full, group).data.copy_(sent)
+        return CommHandle(stream, all_gather(self.full, sent, group), keeps=(sent,))
 
     @property
     def is_stale(self) -> bool:
@@ -520,8 +437,7 @@ class FlatBuffer:
 
     def use_unsharded_views(self) -> None:
         """Let modules hold the gathered values. Raises ShardError for a parameter that was changed meanwhile."""
-        if (refusal := self._changed()) is not None:
-            raise refusal
+        self._check_unchanged()
         if not self.is_view_of_master:
             for p, view in zip(self.parameters, self._views, strict=True):
                 set_data(p, view)
@@ -536,7 +452,7 @@ class FlatBuffer:
         self._show(self.sharded)
         if not self.is_view_of_master:
             base = self.full.data_ptr()
-            for p, offset, nothing in zip(self.parameters, self._offsets, self._nothing, strict=True):
+            for p, offset, nothing in zip(self.parameters, self._offsets, self._freed, strict=True):
                 if p.data_ptr() == base + offset:
                     set_data(p, nothing)
         if self.is_mapped or not self.policy.shard_optimizer_only:
@@ -546,12 +462,7 @@ class FlatBuffer:
         """Called before `use_sharded_views`: keeps this rank's part of what its post-forward group holds together."""
         group = self.mesh.post_forward_group
         assert group is not None
-        self.post_forward_shard = Buffer(self.full, BufferPlacement.REPLICATE, group, group.rank()).part().clone()
-
-    @property
-    def is_gathered(self) -> bool:
-        """True if there is memory for the gathered values beside that of the shards."""
-        return self.is_view_of_master or self.gathered.is_held
+        self.post_forward_shard = part_of(self.full, group).clone()
 
     def free_gathered(self, busy: Collection[int] = ()) -> None:
         """Unless a collective may still use its address."""
@@ -575,36 +486,22 @@ class FlatBuffer:
         self._versions = [p._version for p in self.parameters]
         self._gathered_version = self.master._version
 
-    def _changed(self) -> ShardError | None:
-        """Why a gathered parameter was changed after it was freed, if one was."""
-        freed_at = [v.data_ptr() for v in self._views] if self.is_view_of_master else self._nothing_at
+    def _check_unchanged(self) -> None:
+        """Raises ShardError where a gathered parameter was changed after it was freed."""
+        freed_at = [v.data_ptr() for v in self._views] if self.is_view_of_master else self._freed_at
         at, versions = [p.data_ptr() for p in self.parameters], [p._version for p in self.parameters]
-        if at == freed_at and versions == self._versions:
-            return None
-        moved = [i for i, (a, b) in enumerate(zip(at, freed_at, strict=True)) if a != b]
-        written = [i for i, (a, b) in enumerate(zip(versions, self._versions, strict=True)) if a != b]
-        what = "was given other data" if moved else "was written to"
-        return ShardError(
-            f"{self.names[(moved or written)[0]]} {what} between forward and backward, where that is lost; write to it "
-            "after the backward, or a forward under no_grad, or inside `with unshard(model):`"
-        )
-
-    # -- what this rank holds ---------------------------------------------------------------------------------------
-
-    def own_part(self, i: int) -> Tensor:
-        """[m], this rank's part of a parameter as a view of the master shard; m may be 0."""
-        return self.master[slice(*self.layout.in_shard(self.layout.slots[i], self.mesh.shard_rank))]
-
-
-class LocalParameter(nn.Parameter):
-    """A plain parameter of this rank's range, [m]."""
-
-    flat: FlatBuffer
-    number: int
+        if at != freed_at or versions != self._versions:
+            moved = [a != b for a, b in zip(at, freed_at, strict=True)]
+            written = [a != b for a, b in zip(versions, self._versions, strict=True)]
+            what, changed = ("was given other data", moved) if any(moved) else ("was written to", written)
+            raise ShardError(
+                f"{self.names[changed.index(True)]} {what} between forward and backward, where that is lost; write to it "
+                "after the backward, or a forward under no_grad, or inside `with unshard(model):`"
+            )
 
 
 class LocalGradients(Gradients):
-    """Those of `LocalParameter`s, whose `.grad` is a view of this rank's range."""
+    """Those of plain parameters, whose `.grad` is a view of this rank's range."""
 
     def __init__(self, flat: FlatBuffer) -> None:
         super().__init__(flat)

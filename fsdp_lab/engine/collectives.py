@@ -32,50 +32,42 @@ class Unanswered(ShardError):
         super().__init__(said)
         self.waited_s = waited_s
 
-
-def unanswered(ranks: Sequence[int], what: str, error: Unanswered) -> ShardError:
-    """The error of a rank that waited for `ranks`, of which one did not come, as after its last batch."""
-    others = [rank for rank in ranks if rank != dist.get_rank()]
-    who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(map(str, others))}"
-    return ShardError(
-        f"rank {dist.get_rank()} waited {error.waited_s:.1f} s {what} for {who}, which did not "
-        f"come; give every rank the same number of batches, and let all make the same calls: {error}"
-    )
-
-
-@contextmanager
-def answered(ranks: Sequence[int], what: str) -> Iterator[None]:
-    """Around collectives that are waited for at once, and nothing else."""
-    try:
-        with giving_up():
-            yield
-    except Unanswered as e:
-        raise unanswered(ranks, what, e) from e
+    def among(self, ranks: Sequence[int], what: str) -> ShardError:
+        """The error of a rank that waited for `ranks`, of which one did not come, as after its last batch."""
+        others = [rank for rank in ranks if rank != dist.get_rank()]
+        who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(map(str, others))}"
+        return ShardError(
+            f"rank {dist.get_rank()} waited {self.waited_s:.1f} s {what} for {who}, which did not come; give every rank "
+            f"the same number of batches, and let all make the same calls: {self}"
+        )
 
 
 @contextmanager
-def giving_up() -> Iterator[None]:
-    """Raises Unanswered where torch's group gives up. A group of somebody else's has errors of its own kinds: they pass."""
+def answered(ranks: Sequence[int] = (), what: str = "") -> Iterator[None]:
+    """Around collectives that are waited for at once, and nothing else. Raises ShardError where torch's group gives up;
+    without `ranks` it is Unanswered, for who knows them. A group of somebody else's has errors of its own kinds: they
+    pass."""
     began_s = time.monotonic()
     try:
         yield
     except RuntimeError as e:
         if type(e) is not RuntimeError and not isinstance(e, dist.DistError):
             raise
-        raise Unanswered(str(e), time.monotonic() - began_s) from e
+        error = Unanswered(str(e), time.monotonic() - began_s)
+        raise (error.among(ranks, what) if ranks else error) from e
 
 
 class CommHandle:
     """Something in flight. `wait` once: afterwards its result may be used on the compute stream.
 
-    To be made inside `stream.entered()`. `keeps` are tensors that must outlive it.
+    To be made inside `stream.entered()`. `keeps`: tensors, or their holders, that must outlive it.
     """
 
     def __init__(
         self,
         stream: CommStream,
         work: dist.Work | None,
-        keeps: tuple[Tensor, ...] = (),
+        keeps: tuple[object, ...] = (),
         then: Callable[[], None] | None = None,
     ) -> None:
         self._work, self._then, self.keeps, self._streams = work, then, keeps, stream.streams
@@ -101,7 +93,7 @@ class CommHandle:
     def _finish(self) -> None:
         work, self._work = self._work, None
         if work is not None:
-            with giving_up():
+            with answered():
                 work.wait()
         then, self._then = self._then, None
         if then is not None:
@@ -109,9 +101,8 @@ class CommHandle:
 
 
 def all_gather(full: Tensor, shard: Tensor, group: Group) -> dist.Work | None:
-    """full: [F * n], shard: [n], of one dtype."""
-    renamed = getattr(dist, "all_gather_single", None)  # in torch 2.13, and the other one too
-    call: Callable[..., dist.Work | None] = renamed or dist.all_gather_into_tensor
+    """full: [F * n], shard: [n], of one dtype. torch 2.13 renamed this one and `reduce_scatter_tensor`."""
+    call: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return call(_real(full.data), _real(shard), group=group, async_op=True)
 
 
@@ -149,23 +140,9 @@ def _real(tensor: Tensor) -> Tensor:
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-class Storage(Protocol):
-    """A tensor that has memory only while it is held. Views of it see what it holds, whenever they were made."""
-
-    tensor: Tensor  # [numel]
-
-    @property
-    def is_held(self) -> bool: ...
-
-    def hold(self) -> None:
-        """Takes the memory; its content is undefined then."""
-
-    def free(self) -> None: ...
-
-
 class ResizedStorage:
-    """A `Storage` of torch's allocator. Held when it is made: torch makes no view of what has no storage. A tensor that is
-    made anew would not do: autograd saves views of gathered parameters, and the backward reads through them."""
+    """A tensor [numel] that has memory only while it is held. One that is made anew would not do: autograd saves views of
+    gathered parameters, and the backward reads through them. Held when made: torch makes no view of what has no storage."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
@@ -177,6 +154,7 @@ class ResizedStorage:
         return bool(self._storage.size())
 
     def hold(self) -> None:
+        """Takes the memory; its content is undefined then."""
         if not self.is_held:
             self._storage.resize_(self._nbytes)
 
@@ -192,11 +170,11 @@ class BufferPool(Protocol):
     def empty(self, numel: int, dtype: torch.dtype, *, is_private: bool = False) -> Tensor:
         """[numel], with any content, on the host. `is_private`: it may be written to at any time, also after it was sent."""
 
-    def reserve(self, numel: int, dtype: torch.dtype) -> Storage:
-        """numel: not 0."""
+    def reserve(self, numel: int, dtype: torch.dtype) -> Any:
+        """What has the methods of a `ResizedStorage`. numel: not 0."""
 
     def map_shards(self, numel: int, dtype: torch.dtype) -> Any:
-        """A `MappedShards` of shards of `numel`: see extras/parameters.py."""
+        """The same of shards of `numel`, where they lie: see extras/parameters.py."""
 
     def settle(self, tensor: Tensor) -> None:
         """Wait until other ranks have read what was sent from a tensor."""
@@ -204,12 +182,3 @@ class BufferPool(Protocol):
 
 def pool_of(group: Group | None, device: torch.device) -> BufferPool | None:
     return getattr(group, "buffer_pool", None) if device.type == "cpu" else None
-
-
-def empty(
-    pool: BufferPool | None, numel: int, dtype: torch.dtype, device: torch.device, *, is_private: bool = False
-) -> Tensor:
-    """[numel], with any content. `is_private`: see `BufferPool`."""
-    if pool is None:
-        return torch.empty(numel, dtype=dtype, device=device)
-    return pool.empty(numel, dtype, is_private=is_private)

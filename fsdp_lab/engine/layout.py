@@ -8,6 +8,7 @@ through a parameter, so a rank's part of a parameter is a range of elements, per
 
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 from collections.abc import Hashable, Sequence
@@ -16,6 +17,7 @@ from functools import cached_property
 
 ALIGN_BYTES = 16
 
+Shapes = Sequence[tuple[int, ...]]
 Range = tuple[int, int]  # [start, stop)
 
 
@@ -46,13 +48,7 @@ class Layout:
 
     @classmethod
     def of(
-        cls,
-        shapes: Sequence[tuple[int, ...]],
-        groups: Sequence[Hashable],
-        factor: int,
-        itemsize: int,
-        *,
-        whole_pages: bool = False,
+        cls, shapes: Shapes, groups: Sequence[Hashable], factor: int, itemsize: int, *, whole_pages: bool = False
     ) -> Layout:
         """Lay out parameters in their order, group by group. `itemsize`: bytes of one element when gathered. `whole_pages`:
         shards are as long as some pages of memory."""
@@ -77,13 +73,20 @@ class Layout:
 
     def own(self, slot: Slot, rank: int) -> Range:
         """The range of the flattened parameter in a rank's shard; (0, 0) if it is empty."""
-        start, stop = _common(self.shard(rank), (slot.offset, slot.stop))
-        return (start - slot.offset, stop - slot.offset) if start < stop else (0, 0)
+        return self._in_shard((slot.offset, slot.stop), rank, slot.offset)
 
     def in_shard(self, slot: Slot, rank: int) -> Range:
         """The slot's range, counted from the beginning of the rank's shard."""
-        (start, stop), first = self.own(slot, rank), slot.offset - rank * self.shard_numel
-        return (first + start, first + stop) if start < stop else (0, 0)
+        return self._in_shard((slot.offset, slot.stop), rank, rank * self.shard_numel)
+
+    def region_in_shard(self, group: Hashable, rank: int) -> Range:
+        """The range of a region in a rank's shard, counted from the shard's beginning; (0, 0) if it is empty."""
+        return self._in_shard(self.regions[group], rank, rank * self.shard_numel)
+
+    def _in_shard(self, wanted: Range, rank: int, origin: int) -> Range:
+        (begin, end), (start, stop) = self.shard(rank), wanted
+        start, stop = max(start, begin), min(stop, end)
+        return (start - origin, stop - origin) if start < stop else (0, 0)
 
     @cached_property
     def regions(self) -> dict[Hashable, Range]:
@@ -94,60 +97,37 @@ class Layout:
             ranges[slot.group] = (start, slot.stop)
         return ranges
 
-    def region_in_shard(self, group: Hashable, rank: int) -> Range:
-        """The range of a region in a rank's shard, counted from the shard's beginning; (0, 0) if it is empty."""
-        begin = rank * self.shard_numel
-        start, stop = _common(self.shard(rank), self.regions[group])
-        return (start - begin, stop - begin) if start < stop else (0, 0)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
     """How what is reduced is cut. A rank's part has the n elements of its shard and then, if gradients are counted, one for
     each parameter (see "Note: which gradients came" in buffer.py); n' in all, also on a 16-byte boundary."""
 
-    sizes: tuple[int, ...]  # of all chunks, one after the other
-    places: tuple[tuple[tuple[int, int, int], ...], ...]  # by parameter: chunk, and range of the gradient
-    padding: tuple[int, ...]  # chunks that no parameter covers
+    sizes: Sequence[int]  # of all chunks, one after the other: F * n' together
+    places: Sequence[Sequence[tuple[int, int, int]]]  # by parameter: chunk, and range of the gradient
+    padding: Sequence[int]  # chunks that no parameter covers
     counts: int  # P, or 0
     part_numel: int  # n'
-
-    @property
-    def numel(self) -> int:
-        """F * n'"""
-        return sum(self.sizes)
 
     @classmethod
     def of(cls, layout: Layout, *, counted: bool) -> Chunks:
         counts, n = len(layout.slots) if counted else 0, layout.shard_numel
-        rest = _aligned(n + counts, ALIGN_BYTES // 2) - n if counts else 0
-        order = sorted(range(len(layout.slots)), key=lambda i: layout.slots[i].offset)
-        places: list[list[tuple[int, int, int]]] = [[] for _ in order]
-        sizes: list[int] = []
-        padding: list[int] = []
-
-        def pad(size: int) -> None:
-            if size:
-                padding.append(len(sizes))
-                sizes.append(size)
-
-        for rank in range(layout.factor):
-            at, end = layout.shard(rank)
-            for i in order:
-                slot, (start, stop) = layout.slots[i], layout.own(layout.slots[i], rank)
-                if start < stop:
-                    pad(slot.offset + start - at)
-                    places[i].append((len(sizes), start, stop))
-                    sizes.append(stop - start)
-                    at = slot.offset + stop
-            pad(end - at + rest)
-        ranges = tuple(map(tuple, places))
-        return cls(sizes=tuple(sizes), places=ranges, padding=tuple(padding), counts=counts, part_numel=n + rest)
+        part_numel = _aligned(n + counts, ALIGN_BYTES // 2) if counts else n
+        begins: dict[int, tuple[int, int, int]] = {}  # of what parameters cover -> which one, and range of its gradient
+        for rank, (i, slot) in itertools.product(range(layout.factor), enumerate(layout.slots)):
+            start, stop = layout.own(slot, rank)
+            if start < stop:
+                begins[rank * part_numel + layout.in_shard(slot, rank)[0]] = i, start, stop
+        ends = (begin + stop - start for begin, (_, start, stop) in begins.items())
+        cuts = sorted({0, layout.factor * part_numel, *begins, *ends})
+        chunks = {begin: chunk for chunk, begin in enumerate(cuts[:-1])}
+        padding = [chunk for begin, chunk in chunks.items() if begin not in begins]
+        places: list[list[tuple[int, int, int]]] = [[] for _ in layout.slots]
+        for begin, (i, start, stop) in begins.items():
+            places[i].append((chunks[begin], start, stop))
+        sizes = [stop - start for start, stop in itertools.pairwise(cuts)]
+        return cls(sizes=sizes, places=places, padding=padding, counts=counts, part_numel=part_numel)
 
 
 def _aligned(n: int, align: int) -> int:
     return -(-n // align) * align
-
-
-def _common(a: Range, b: Range) -> Range:
-    return max(a[0], b[0]), min(a[1], b[1])

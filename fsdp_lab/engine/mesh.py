@@ -24,13 +24,11 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_lab.base.streams import Streams, streams_of
-from fsdp_lab.engine.collectives import BufferPool, Group, ShardError, Unanswered, answered, pool_of, unanswered
+from fsdp_lab.engine.collectives import BufferPool, Group, ResizedStorage, ShardError, Unanswered, answered, pool_of
 from fsdp_lab.engine.layout import Range
 
 _POST_FORWARD = "fsdp_lab post-forward"  # the description by which such a group is found again
 _BUILD = "make it with fsdp_lab.engine.build_mesh"
-
-
 Kept = Callable[[], Group | None] | None  # a weak reference: torch keeps a group until it is destroyed
 
 
@@ -69,7 +67,7 @@ class ShardMesh:
 
     def unanswered(self, error: Unanswered, what: str) -> ShardError:
         """The error that says what this rank waited for, and in which step."""
-        return unanswered(self.ranks, f"in step {self.counter.step} ({what})", error)
+        return error.among(self.ranks, f"in step {self.counter.step} ({what})")
 
     def answered(self, what: str) -> AbstractContextManager[None]:
         """A context around collectives that are waited for at once, in which an error says so."""
@@ -79,6 +77,18 @@ class ShardMesh:
     def buffer_pool(self) -> BufferPool | None:
         """Memory of the shard group's own for what it sends, where it has any."""
         return pool_of(self.shard_group, self.device)
+
+    def empty(self, numel: int, dtype: torch.dtype, *, pooled: bool = True, is_private: bool = False) -> Tensor:
+        """[numel], with any content, from the pool, if any, where it may be `pooled`. `is_private`: see `BufferPool`."""
+        pool = self.buffer_pool if pooled else None
+        if pool is None:
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        return pool.empty(numel, dtype, is_private=is_private)
+
+    def reserve(self, numel: int, dtype: torch.dtype, *, pooled: bool) -> Any:
+        """The same as what has memory only while it is held: a `ResizedStorage`, or the pool's own."""
+        pool = self.buffer_pool if pooled and numel else None
+        return ResizedStorage(numel, dtype, self.device) if pool is None else pool.reserve(numel, dtype)
 
     @cached_property
     def streams(self) -> Streams | None:
@@ -122,7 +132,8 @@ class ShardMesh:
     ) -> ShardMesh:
         """Makes one from what `fully_shard` was given; `holding`: where the parameters are. Without a mesh all ranks share
         one copy, in the default group: no group is made. Raises ShardError: there is no process group."""
-        _check_initialised()
+        if not dist.is_initialized():
+            raise ShardError("there is no process group; call torch.distributed.init_process_group before fully_shard")
         if mesh is None:
             current = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
             backends = dict(pair.split(":", 1) for pair in dist.get_backend_config().split(","))
@@ -141,13 +152,12 @@ class ShardMesh:
             raise ShardError(f"{self.shard_size} shards cannot be divided into groups of {size!r}; "
                              f"use a divisor of {self.shard_size}, or True")  # fmt: skip
         parts = [list(self.ranks[i : i + size]) for i in range(0, len(self.ranks), size)]
-        mine = next(i for i, part in enumerate(parts) if dist.get_rank() in part)
         alike = [] if own else [group for group in known_groups() if group.group_desc == _POST_FORWARD]
-        group = next((group for group in alike if dist.get_process_group_ranks(group) == parts[mine]), None)
+        group = next((group for group in alike if dist.get_process_group_ranks(group) in parts), None)
         if group is None:
+            make: Any = dist.new_subgroups_by_enumeration
             with self.answered(f"fully_shard, groups of {size}"):
-                description = None if own else _POST_FORWARD
-                group = [dist.new_group(part, group_desc=description) for part in parts][mine]
+                group, _ = make(parts, group_desc=None if own else _POST_FORWARD)
         return replace(self, kept_post_forward_group=weakref.ref(group))
 
 
@@ -173,23 +183,15 @@ def choose_device(
 def build_mesh(device_type: str, *, shard_size: int | None = None) -> DeviceMesh:
     """A mesh of all ranks; collective. `shard_size`: ranks that share one copy of the parameters (F); None: all of them. 1
     replicates. Raises ShardError: the world size is not a multiple of it, or there is no such device."""
-    _check_initialised()
     world = dist.get_world_size()
     if device_type != "cpu" and not (device_type == "cuda" and torch.cuda.is_available()):
-        raise ShardError(
-            f'the mesh is to be for {device_type!r}, and there is no such device here; give "cpu" or "cuda"'
-        )
+        raise ShardError(f"the mesh is to be for {device_type!r}, and there is no such device here; give cpu or cuda")
     if shard_size is not None and (not isinstance(shard_size, int) or shard_size < 1 or world % shard_size):
         raise ShardError(f"{world} ranks cannot be divided into shard groups of {shard_size!r}; "
                          "use a divisor of the world size")  # fmt: skip
     size = shard_size or world
     given = {name: n for name, n in (("replicate", world // size), ("shard", size)) if n > 1} or {"shard": world}
     return letting_go(init_device_mesh(device_type, tuple(given.values()), mesh_dim_names=tuple(given)))
-
-
-def _check_initialised() -> None:
-    if not dist.is_initialized():
-        raise ShardError("there is no process group; call torch.distributed.init_process_group before fully_shard")
 
 
 def _dimensions(mesh: DeviceMesh) -> tuple[int | None, int | None]:
@@ -239,13 +241,12 @@ def gather_parts(mesh: ShardMesh, local: Tensor, ranges: Sequence[Range], numel:
     part to the others: an all-gather of equal parts would hold F times the longest one."""
     whole = torch.empty(numel, dtype=local.dtype, device=mesh.device)
     whole[slice(*ranges[mesh.shard_rank])].copy_(local)
-    works: list[dist.Work | None] = []
     with mesh.answered("a whole tensor"):
-        for rank, (start, stop) in enumerate(ranges):
-            if start < stop and mesh.shard_group is not None:
-                source = dist.get_global_rank(mesh.shard_group, rank)
-                works.append(dist.broadcast(whole[start:stop], src=source, group=mesh.shard_group, async_op=True))
+        works: list[Any] = [
+            dist.broadcast(whole[start:stop], group=mesh.shard_group, group_src=rank, async_op=True)
+            for rank, (start, stop) in enumerate(ranges)
+            if start < stop and mesh.shard_group is not None
+        ]
         for work in works:
-            if work is not None:
-                work.wait()
+            work.wait()
     return whole

@@ -44,7 +44,7 @@ def late(place: Place, model: nn.Module, seed: int) -> None:
 
 
 def unsharded_bytes(model: Any) -> int:
-    return sum(flat.full.nbytes for flat in flats_of(model) if flat.is_gathered)
+    return sum(flat.full.nbytes for flat in flats_of(model) if flat.gathered.is_held)
 
 
 def mapped(**options: Any) -> Any:

@@ -102,7 +102,7 @@ def held(model: Model) -> Counter[str]:
     found: Counter[str] = Counter()
     for flat in (flat for unit in units_of(model) for flat in unit.flats):
         came = list(flat.gradients.pieces.values())
-        whole = [] if flat.is_view_of_master or not flat.is_gathered else [flat.full]
+        whole = [] if flat.is_view_of_master or not flat.gathered.is_held else [flat.full]
         for kind, tensors in {
             "parameters": [flat.master],
             "unsharded": whole,
@@ -137,7 +137,7 @@ class Auditor:
 
     def counted(self, names: Iterable[str], itemsize: int) -> int:
         """Of whole gradients that are reduced, with a count for each parameter."""
-        return itemsize * sum(flat.gradients.chunks.numel for name in names for flat in self.units[name].flats)
+        return itemsize * sum(sum(flat.gradients.chunks.sizes) for name in names for flat in self.units[name].flats)
 
     def see(self, phase: Phase, unit: str, direction: Direction) -> None:
         where = f"before {phase.value} {unit or 'root'} {direction.value}"

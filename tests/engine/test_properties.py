@@ -323,7 +323,7 @@ def not_there_outside(model: nn.Module, values: State) -> None:
     for s, p in zip(shards_of(model), original_parameters(model), strict=True):
         assert parameters[s.name] is p and same_bits(p.full_tensor(), values[s.name])
         if not p.flat.is_view_of_master:
-            assert p.flat.policy.shard_optimizer_only or not p.flat.is_gathered
+            assert p.flat.policy.shard_optimizer_only or not p.flat.gathered.is_held
 
 
 def ranges_partition(place: Place, model: nn.Module, values: State) -> None:

@@ -91,10 +91,10 @@ def _is_true(model: Any, held: ParameterHolding, shard: ParamShard, whole: Tenso
     assert (held.name, held.start, held.stop) == (shard.name, shard.start, shard.stop)
     assert torch.equal(shard.local, whole.reshape(-1)[shard.start : shard.stop])
     if held.state == "unsharded":
-        assert torch.equal(p, whole.to(p.dtype)) and flat.is_gathered
+        assert torch.equal(p, whole.to(p.dtype)) and flat.gathered.is_held
     else:
         assert p is sharded
-        assert flat.is_gathered == (held.state == "gathering" or flat.policy.shard_optimizer_only)
+        assert flat.gathered.is_held == (held.state == "gathering" or flat.policy.shard_optimizer_only)
         assert (unit.state is UnitState.GATHERING) == (held.state == "gathering")
     reduced = shard.param is not None and shard.param.grad is not None
     assert (held.gradient == "unsharded") == flat.gradients.is_waiting

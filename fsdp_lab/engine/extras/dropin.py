@@ -331,7 +331,7 @@ def free(module: nn.Module, *, busy: Collection[int] = ()) -> None:
     for unit, h in hooks.items():
         h.remove()
         for flat in unit.flats:
-            g, gathered = flat.gradients, flat.full if flat.is_gathered else None
+            g, gathered = flat.gradients, flat.full if flat.gathered.is_held else None
             optional = (gathered, g.unsharded, g.reduced, flat.device_shard, flat.post_forward_shard)
             tensors = (flat.master, *(t for t in optional if t is not None), *g.pieces.values())
             for storage in [t.untyped_storage() for t in tensors]:

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp_lab.base.tensors import LeafOfSharded, take_gradient
 from fsdp_lab.engine.buffer import FlatBuffer, Gradients
-from fsdp_lab.engine.collectives import ShardError, Storage
+from fsdp_lab.engine.collectives import ShardError
 from fsdp_lab.engine.extras.dtensor import FlatDTensor
 from fsdp_lab.engine.extras.optimizers import Steppable
 from fsdp_lab.engine.extras.placement import FlatPlacement, Norms, Run
@@ -57,7 +57,7 @@ class ShardedParameter(Steppable):
     def device(self) -> torch.device:  # type: ignore[override]
         """meta, until the values of what was built there are written."""
         flat = self.flat
-        is_unwritten = flat.built_on_meta[self.number] and flat.master._version == flat.made_version
+        is_unwritten = not flat.has_values[self.number] and flat.master._version == flat.made_version
         return torch.device("meta") if is_unwritten else self._local_tensor.device
 
     @property
@@ -185,14 +185,13 @@ class ShardedBuffer(FlatBuffer):
         super().__init__(*args, **options)
         self.gradients.mark_runs(self.master, self.sharded)
 
-    def _make_gathered(self) -> Storage:
+    def _make_gathered(self) -> Any:
         pool: Any = self.mesh.buffer_pool
-        mapped: Storage | None = pool.map_shards(self.layout.shard_numel, self.dtype) if self.is_mapped else None
-        return super()._make_gathered() if mapped is None else mapped
+        return pool.map_shards(self.layout.shard_numel, self.dtype) if self.is_mapped else super()._make_gathered()
 
     def _make_master(self) -> Tensor:
-        mapped: Any = self.gathered if self.is_mapped else None
-        return super()._make_master() if mapped is None else mapped.shard.zero_()
+        master: Tensor = self.gathered.shard.zero_() if self.is_mapped else super()._make_master()
+        return master
 
     def _make_gradients(self) -> ShardedGradients:
         return ShardedGradients(self)
@@ -272,13 +271,13 @@ class ShardedGradients(Gradients):
 
     def accumulate(self, shard: Tensor, arrived: frozenset[int], counts: Tensor | None) -> None:
         self.shown, self._region_views, self.read_by, self.stepped_as = None, {}, set(), {}
-        self.note(arrived, counts)
-        for i in self._apart:
-            part = shard[slice(*self._own[i])]
-            if self.has_gradient(i):
-                self._given.setdefault(i, self._view(torch.zeros_like(part), i)).add_(self._view(part, i))
-            part.zero_()
-        self.add_reduced(shard)
+        apart = {i: shard[slice(*self._own[i])] for i in self._apart}
+        parts = {i: part.clone() for i, part in apart.items()}
+        for part in apart.values():
+            part.zero_()  # what `reduced` has of it may be held by a caller
+        super().accumulate(shard, arrived, counts)
+        for i in filter(self.has_gradient, parts):
+            self._given.setdefault(i, self._view(torch.zeros_like(parts[i]), i)).add_(self._view(parts[i], i))
 
     def local(self) -> Tensor | None:
         """[n], zero in padding and where a parameter has no gradient; None where none has."""

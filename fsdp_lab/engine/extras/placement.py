@@ -62,9 +62,9 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Range, 
 
 # -- tensors that are computed together ----------------------------------------------------------------------------------
 
-# torch's foreach optimizers make some ten calls with lists of all parameters, of their gradients and of their states. The
-# parameters of a buffer lie side by side, and so do their gradients; states are brought together when they are first computed
-# with either. A kernel then is of as many tensors as there are buffers, with the same bits.
+# Note: runs. torch's foreach optimizers make some ten calls with lists of all parameters, of their gradients and of their
+# states. The parameters of a buffer lie side by side, and so do their gradients; states are brought together when they are
+# first computed with either. A kernel then is of as many tensors as there are buffers, with the same bits.
 
 
 @dataclass(frozen=True, eq=False)
