@@ -23,6 +23,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from torch.autograd.profiler import record_function
 from fsdp_lab.base.streams import CommStreams
 from fsdp_lab.engine.buffer import Reduction
 from fsdp_lab.engine.collectives import ShardError, Unanswered
-from fsdp_lab.engine.schedule import Direction, OffloadPolicy, Phase, PointSide, Rules, Schedule, UnitCall
+from fsdp_lab.engine.schedule import Direction, OffloadPolicy, Phase, PointSide, Schedule, UnitCall
 from fsdp_lab.engine.unit import Unit, UnitState
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -80,9 +81,9 @@ class Runtime:
 
     def __init__(self, root: Unit, units: Sequence[Unit]) -> None:
         self.root, self.units = root, tuple(units)
-        given, own = [unit.policy.rules for unit in units if unit.policy.has_own_prefetch], root.policy.rules
-        prefetch = given[0] if given else own  # all that were given it were given the same
-        self.rules = Rules.of(prefetch, reshard_after_forward=own.reshard_after_forward, offload=own.offload)
+        own, given = root.policy.rules, (unit.policy.rules for unit in units if unit.policy.has_own_prefetch)
+        # All that were given prefetching were given the same.
+        self.rules = replace(next(given, own), reshard_after_forward=own.reshard_after_forward, offload=own.offload)
         self.streams = CommStreams.of(root.mesh.streams)
         self.watch: Callable[[Phase, str, Direction], None] | None = None  # told of each phase of a unit
         # Within it a phase of a unit is issued.
@@ -258,7 +259,7 @@ class Runtime:
     def end_backward(self, backward: Backward) -> None:
         """Finishes what is left: units whose inputs need no gradient, late gradients, reductions in flight."""
         for current in backward.passes:
-            scheduled = () if current.schedule is None else current.schedule.order[Direction.BACKWARD]
+            scheduled = () if current.schedule is None else current.schedule.backward_order
             for k in (*scheduled, *current.backwards):
                 if current.backwards.get(k):
                     self.after_backward(self.units[current.calls[k].unit], current, k)
@@ -280,7 +281,7 @@ class Runtime:
         they belong to."""
         if current.schedule is None:
             return
-        for action in current.schedule.by_call[direction, side].get(k, ()):
+        for action in current.schedule.at((direction, k, side)):
             unit = self.units[action.unit]
             if action.phase is Phase.UNSHARD:
                 self._unshard(unit, direction)

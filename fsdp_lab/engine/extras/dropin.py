@@ -91,8 +91,8 @@ def fully_shard(
     for refusal in refusals.of_arguments(modules, reshard_after_forward, prefetch_policy, left):
         raise ShardError(refusal)
     reshard = bool(reshard_after_forward) and not shard_optimizer_only
-    prefetch = prefetch_policy if prefetch_policy is not None else PrefetchPolicy()
-    rules = Rules.of(prefetch, reshard_after_forward=reshard, offload=offload_of(offload_policy))
+    own = {"reshard_after_forward": reshard, "offload": offload_of(offload_policy)}
+    rules = Rules(**vars(prefetch_policy or PrefetchPolicy()) | own)
     mp = MixedPrecisionPolicy.of(mp_policy)
     policy = ShardPolicy(mp=mp, rules=rules, has_own_prefetch=prefetch_policy is not None,
                          shard_optimizer_only=shard_optimizer_only, map_shards=map_shards)  # fmt: skip
