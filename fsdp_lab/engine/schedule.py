@@ -198,9 +198,12 @@ class Schedule:
         while around is not None and self.calls[around].unit != unit:
             around = self.calls[around].parent
         ends = not begins and around is None  # and the call is not inside another one of the unit
-        if ends and self._is_freed(unit, point):
-            self._add(Phase.RESHARD, unit, point, self._computed)
-            self._gathered.discard(unit)
+        stays = () if direction is Direction.BACKWARD else self.stays_gathered
+        if ends and unit not in (self.never_reshards if unit in upcoming else stays):
+            again_at_once = *islice(upcoming, 1), *self.ahead(point, self._gathered - {unit})
+            if unit not in again_at_once:
+                self._add(Phase.RESHARD, unit, point, self._computed)
+                self._gathered.discard(unit)
         if begins == (direction is Direction.FORWARD or self.rules.prefetch_before):
             for other in self.ahead(point, self._gathered):
                 self._unshard(other, point, ahead=True)
@@ -225,15 +228,6 @@ class Schedule:
         counted = len(gathered - (self.never_reshards & self._begun - {own}) if self.backward else gathered)
         room = self.rules.limit + 1 - counted if self.rules.limit else depth
         return [unit for unit in units if unit not in gathered][: max(0, room)]
-
-    def _is_freed(self, unit: int, point: Point) -> bool:
-        upcoming, stays = self._upcoming[point.direction], self.stays_gathered
-        if unit in upcoming:
-            stays = self.never_reshards
-        elif point.direction is Direction.BACKWARD:
-            stays = frozenset()
-        # Nor where it would be gathered again at once.
-        return unit not in stays and unit not in (*islice(upcoming, 1), *self.ahead(point, self._gathered - {unit}))
 
     def _unshard(self, unit: int, point: Point, *, ahead: bool) -> None:
         waits = self._computed
