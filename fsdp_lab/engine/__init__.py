@@ -17,61 +17,12 @@ What cannot be done raises a `ShardError`, which says what to do.
 
 from typing import TYPE_CHECKING
 
-from fsdp_lab.base import lazy_names
-
 if TYPE_CHECKING:
-    from fsdp_lab.engine.api import (
-        flats_of as flats_of,
-        no_sync as no_sync,
-        runtime_of as runtime_of,
-        runtimes_of as runtimes_of,
-        shard as shard,
-        units_of as units_of,
-    )
-    from fsdp_lab.engine.buffer import FlatBuffer as FlatBuffer
-    from fsdp_lab.engine.collectives import ShardError as ShardError
-    from fsdp_lab.engine.extras.dropin import (
-        Scaler as Scaler,
-        UnshardHandle as UnshardHandle,
-        free as free,
-        fully_shard as fully_shard,
-        original_parameters as original_parameters,
-        parameter_groups as parameter_groups,
-        register_fsdp_forward_method as register_fsdp_forward_method,
-        reshard as reshard,
-        sharded_parameters as sharded_parameters,
-        split_unused as split_unused,
-        unshard as unshard,
-        upcast_gradients as upcast_gradients,
-    )
-    from fsdp_lab.engine.extras.dtensor import FlatDTensor as FlatDTensor
-    from fsdp_lab.engine.mesh import ShardMesh as ShardMesh, build_mesh as build_mesh, known_groups as known_groups
-    from fsdp_lab.engine.policy import MixedPrecisionPolicy as MixedPrecisionPolicy
-    from fsdp_lab.engine.schedule import OffloadPolicy as OffloadPolicy, PrefetchPolicy as PrefetchPolicy
-    from fsdp_lab.engine.state import (
-        ParamShard as ParamShard,
-        full_state as full_state,
-        load_full_state as load_full_state,
-        shards_of as shards_of,
-    )
-    from fsdp_lab.engine.unit import Unit as Unit, UnitState as UnitState
+    from fsdp_lab.engine.extras.names import *  # noqa: F403
+else:  # a type checker would take any name for one of `__getattr__`
 
-# Imported at their first use, since Specs and the planner read the schedule where torch is not installed.
-_NAMES = {
-    "api": "flats_of no_sync runtime_of runtimes_of shard units_of",
-    "buffer": "FlatBuffer",
-    "collectives": "ShardError",
-    "extras.dropin": "Scaler UnshardHandle upcast_gradients free fully_shard original_parameters parameter_groups "
-    "register_fsdp_forward_method reshard sharded_parameters split_unused unshard",
-    "extras.dtensor": "FlatDTensor",
-    "mesh": "ShardMesh build_mesh known_groups",
-    "policy": "MixedPrecisionPolicy",
-    "schedule": "OffloadPolicy PrefetchPolicy",
-    "state": "ParamShard full_state load_full_state shards_of",
-    "unit": "Unit UnitState",
-}
-_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
+    def __getattr__(name: str) -> object:
+        """Imports them at the first use of one: Specs and the planner read the schedule where torch is not installed."""
+        from fsdp_lab.engine.extras import names
 
-__all__ = sorted(_HOMES)
-if not TYPE_CHECKING:  # a `__getattr__` would let any name pass
-    __getattr__, __dir__ = lazy_names(__name__, _HOMES)
+        return getattr(names, name)

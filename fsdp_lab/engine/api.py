@@ -6,11 +6,12 @@ is sent, and gives modules sharded tensors that torch's optimizers and checkpoin
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from fsdp_lab.engine.buffer import FlatBuffer, Use, sharded_form
+from fsdp_lab.engine.buffer import Entry, FlatBuffer, Use, sharded_form
 from fsdp_lab.engine.collectives import ShardError
 from fsdp_lab.engine.hooks import UnitHooks, not_sharded, unit_hooks
 from fsdp_lab.engine.mesh import ShardMesh
@@ -48,13 +49,17 @@ def shard(
         adopt: makes the runtime of a root; None: `adopt_units`.
     """
     inside = units_inside(modules)
-    taken = take(modules, ignored)
-    unit = Unit(modules, _flats(taken, mesh, policy, group_of, buffer), mesh, policy)
+    alike: dict[tuple[torch.dtype, torch.dtype, bool], list[Entry]] = {}  # one buffer each
+    for t in take(modules, ignored):
+        key = t.value.dtype, policy.gathered_dtype(t.value.dtype, t.kind), t.value.requires_grad
+        alike.setdefault(key, []).append((t.value, t.uses, t.name, group_of(t.name, t.value)))
+    flats = [buffer(some, mesh=mesh, policy=policy, dtype=dtype) for (_, dtype, _), some in alike.items()]
+    unit = Unit(modules, flats, mesh, policy)
     unit.ignored = frozenset(ignored)
     place_buffers(modules, mesh.device, policy)
     hooks = UnitHooks(unit, adopt or adopt_units)
     for h in inside.values():
-        h.outer = h.outer if h.outer is not None else hooks
+        h.outer = h.outer or hooks
     return unit
 
 
@@ -85,8 +90,7 @@ def runtime_of(module: nn.Module) -> Runtime:
 
 def runtimes_of(module: nn.Module) -> list[Runtime]:
     """One of each outermost sharded module, itself or inside it."""
-    sharded = (m for m in module.modules() if unit_hooks(m) is not None)
-    return list({id(runtime): runtime for runtime in map(runtime_of, sharded)}.values())
+    return list(dict.fromkeys(runtime_of(m) for m in module.modules() if unit_hooks(m) is not None))
 
 
 @contextmanager
@@ -109,12 +113,13 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 # -- making units ----------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Taken:
     """A parameter, its name in the module, and who holds it."""
 
-    def __init__(self, name: str, value: nn.Parameter) -> None:
-        self.name, self.value = name, value
-        self.uses: list[Use] = []
+    name: str
+    value: nn.Parameter
+    uses: list[Use] = field(default_factory=list)
 
     @property
     def kind(self) -> ModuleKind:
@@ -150,22 +155,6 @@ def units_inside(modules: Sequence[nn.Module]) -> dict[Unit, UnitHooks]:
         if hooks.runtime is not None:
             raise ShardError(f"{inner} was called before {outer}, which contains it, was sharded; shard {outer} first")
     return inside
-
-
-def _flats(
-    taken: Sequence[Taken], mesh: ShardMesh, policy: ShardPolicy, group_of: GroupOf, buffer: type[FlatBuffer]
-) -> list[FlatBuffer]:
-    """One buffer for each dtype, own and gathered, and each trainability."""
-    alike: dict[tuple[torch.dtype, torch.dtype, bool], list[Taken]] = {}
-    for t in taken:
-        dtype = t.value.dtype
-        key = (dtype, policy.gathered_dtype(dtype, t.kind), t.value.requires_grad)
-        alike.setdefault(key, []).append(t)
-    flats = []
-    for (_, dtype, _), some in alike.items():
-        entries = [(t.value, t.uses, t.name, group_of(t.name, t.value)) for t in some]
-        flats.append(buffer(entries, mesh=mesh, policy=policy, dtype=dtype))
-    return flats
 
 
 def adopt_units(hooks: UnitHooks) -> Runtime:

@@ -108,9 +108,7 @@ class UnitHooks:
                 return None
             output = cast(output, self.unit.policy.mp.output_dtype)
             watched = torch.is_grad_enabled() and self._watch_outputs(self.runtime, current, k, output)
-            self.runtime.after_forward(self.unit, current, k)
-            if k == 0 and current.with_backward and not watched:
-                self.runtime.end_without_graph()
+            self.runtime.after_forward(self.unit, current, k, has_graph=watched)
             return output
         finally:
             self.runtime.close(current, k)
@@ -173,18 +171,13 @@ class UnitHooks:
 
 
 def unit_hooks(module: nn.Module) -> UnitHooks | None:
-    """The hooks of the unit that a module was sharded as, or None. Wrappers forward attributes, so only its own count."""
-    check_module(module)
+    """The hooks of the unit that a module was sharded as, or None. Wrappers forward attributes, so only its own count.
+    Raises ShardError for what is no module, such as a list of parameters."""
+    if not isinstance(module, nn.Module):
+        kind = type(module).__name__
+        raise ShardError(f"a {kind} was given where a module is needed; give the module that was sharded")
     hooks: UnitHooks | None = module.__dict__.get(_STATE)
     return hooks
-
-
-def check_module(given: object) -> None:
-    """Raises ShardError for what is no module, such as a list of parameters."""
-    if not isinstance(given, nn.Module):
-        raise ShardError(
-            f"a {type(given).__name__} was given where a module is needed; give the module that was sharded"
-        )
 
 
 def not_sharded(module: nn.Module) -> ShardError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -26,25 +26,22 @@ class ModuleKind(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixedPrecisionPolicy:
-    """torch's policy with three fields more. Master shards keep the dtype that parameters had; None keeps a dtype."""
+class MixedPrecisionPolicy(fsdp.MixedPrecisionPolicy):
+    """torch's policy with three fields more. Master shards keep the dtype that parameters had; None keeps a dtype, but a
+    `reduce_dtype` of None is that of gathered parameters."""
 
-    param_dtype: torch.dtype | None = None  # gathered parameters, and inputs of the module
-    reduce_dtype: torch.dtype | None = None  # gradients while they are reduced; None: that of gathered parameters
-    output_dtype: torch.dtype | None = None  # what each unit returns
-    cast_forward_inputs: bool = True  # False: inputs keep their dtypes
     norm_dtype: torch.dtype | None = None  # gathered parameters of normalisation layers; None: `param_dtype`
     buffer_dtype: torch.dtype | None = None
     keep_low_precision_gradients: bool = False  # gradient shards stay in `reduce_dtype`: see `upcast_gradients`
 
     @classmethod
-    def of(cls, policy: MixedPrecisionPolicy | fsdp.MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
+    def of(cls, policy: fsdp.MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
         """The policy that `fully_shard` was given, which may be torch's."""
         if policy is None:
             return cls()
-        if not isinstance(policy, (cls, fsdp.MixedPrecisionPolicy)):
+        if not isinstance(policy, fsdp.MixedPrecisionPolicy):
             raise ShardError(f"mp_policy is a {type(policy).__name__}; give a MixedPrecisionPolicy")
-        given = {f.name: getattr(policy, f.name) for f in fields(policy)}
+        given = vars(policy)
         for name, dtype in given.items():
             is_floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
             if name.endswith("_dtype") and dtype is not None and not is_floating:

@@ -3,11 +3,10 @@
 It owns no parameter and computes nothing. The hooks (hooks.py) report at which point of the step the model has arrived; it
 asks the schedule what to issue there, and issues it.
 
-Note: following the schedule. Before the first forward the order of units is a guess, that of the modules' definition; every
-forward records the real one, by which the next step is scheduled. A forward that departs from its schedule goes on without
-one: each unit is gathered when its turn comes. All ranks run the same model, so they depart alike, and collectives keep one
-order on all ranks. Whatever the schedule says, a unit that computes is gathered first, and the end of a backward frees and
-reduces what is left, in one order.
+Note: following the schedule. Every forward records its calls, by which its backward and the next step are scheduled. The
+first one, and one that departs from its schedule, go on without one: each unit is gathered when its turn comes. All ranks
+run the same model, so they depart alike, and collectives keep one order on all ranks. Whatever the schedule says, a unit
+that computes is gathered first, and the end of a backward frees and reduces what is left, in one order.
 
 Note: passes. A forward begins at the outermost unit that is called, whichever it is: the root, a block by itself, a teacher
 inside. Its `Pass` waits for a backward as long as autograd's graph holds it, and any number of them may. A new one frees
@@ -23,47 +22,42 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import distributed as dist, nn
+from torch import distributed as dist
 from torch.autograd.profiler import record_function
 
 from fsdp_lab.base.streams import CommStreams
 from fsdp_lab.engine.buffer import Reduction
 from fsdp_lab.engine.collectives import ShardError, Unanswered
-from fsdp_lab.engine.schedule import Direction, OffloadPolicy, Phase, PointSide, Rules, Schedule, UnitCall
+from fsdp_lab.engine.schedule import Direction, OffloadPolicy, Phase, PointSide, Schedule, UnitCall
 from fsdp_lab.engine.unit import Unit, UnitState
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
-Key = tuple[Unit, bool]  # of passes that are alike: from which unit they begin, and whether with gradients
 
 
 class Pass:
     """One forward from the outermost unit called, and the backward that belongs to it."""
 
-    def __init__(self, schedule: Schedule | None, outermost: Unit, *, with_backward: bool) -> None:
-        self.schedule = schedule  # None where the forward has departed from it, or never had one
-        self.is_scheduled = schedule is not None
-        self.outermost, self.with_backward = outermost, with_backward
+    def __init__(self, outermost: Unit, *, is_scheduled: bool) -> None:
+        self.outermost, self.is_scheduled, self.with_backward = outermost, is_scheduled, torch.is_grad_enabled()
+        self.schedule: Schedule | None = None  # None where the forward has departed from it, or is the first
         self.calls: list[UnitCall] = []
         self.open: list[int] = []  # calls whose forward has begun and not ended, outermost first
         self.backwards: dict[int, bool] = {}  # of calls whose backward has begun: whether it has not ended
-        self.spans: dict[tuple[Direction, int], record_function] = {}  # of computations under way, for the profiler
+        self.spans: dict[int, record_function] = {}  # of calls that compute, for the profiler
 
     def enter(self, unit: int) -> int:
         """A call begins. Returns its number."""
         detached = self.with_backward and not torch.is_grad_enabled()
-        k, call = len(self.calls), (unit, self.open[-1] if self.open else None, detached)
+        k, call = len(self.calls), UnitCall(unit, self.open[-1] if self.open else None, detached)
         self.open.append(k)
-        if self.schedule is not None and (k >= len(self.schedule.calls) or self.schedule.calls[k] != call):
+        self.calls.append(call)
+        if self.schedule is not None and self.schedule.calls[k : k + 1] != (call,):
             self.schedule = None
-        self.calls.append(UnitCall(*call) if self.schedule is None else self.schedule.calls[k])
         return k
-
-    def is_open(self, unit: int) -> bool:
-        """Returns whether a call of the unit has begun and not ended."""
-        return any(self.calls[k].unit == unit for k in self.open)
 
 
 class Backward:
@@ -80,9 +74,9 @@ class Runtime:
 
     def __init__(self, root: Unit, units: Sequence[Unit]) -> None:
         self.root, self.units = root, tuple(units)
-        given, own = [unit.policy.rules for unit in units if unit.policy.has_own_prefetch], root.policy.rules
-        prefetch = given[0] if given else own  # all that were given it were given the same
-        self.rules = Rules.of(prefetch, reshard_after_forward=own.reshard_after_forward, offload=own.offload)
+        own, given = root.policy.rules, (unit.policy.rules for unit in units if unit.policy.has_own_prefetch)
+        # All that were given prefetching were given the same.
+        self.rules = replace(next(given, own), reshard_after_forward=own.reshard_after_forward, offload=own.offload)
         self.streams = CommStreams.of(root.mesh.streams)
         self.watch: Callable[[Phase, str, Direction], None] | None = None  # told of each phase of a unit
         # Within it a phase of a unit is issued.
@@ -96,7 +90,8 @@ class Runtime:
         self._reads_shards = False  # of other ranks, in the pass or the backward under way
         self._held: set[Unit] = set()  # gathered for the second backward of a double one
         self._index = {unit: i for i, unit in enumerate(self.units)}
-        self._schedules: dict[Key, Schedule] = {}  # by the calls of the last pass
+        # Of the last pass from a unit, with gradients or without.
+        self._schedules: dict[tuple[Unit, bool], Schedule] = {}
         self._reducing: list[tuple[Unit, list[Reduction]]] = []  # in flight, oldest first
 
     @property
@@ -106,11 +101,10 @@ class Runtime:
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
-    def begin(self, unit: Unit, *, scheduled: bool = True) -> Pass:
+    def begin(self, unit: Unit, *, method: bool) -> Pass:
         """A forward begins at this unit. What earlier ones left gathered is freed, except this unit."""
         if self._forward is not None or self._backward is not None:
             self.reset()  # an exception ended what was in progress
-        with_backward = torch.is_grad_enabled()
         if (written := self._count_writes()) != self._written:
             self._release()
             self._step, self._written = self._step + 1, written
@@ -119,11 +113,12 @@ class Runtime:
             if other.policy.rules.reshard_after_forward and other is not unit and not other.asked_for:
                 other.reshard()
             if other.policy.offload == OffloadPolicy.OPTIMIZER:  # which has stepped since
-                with self.span(Phase.HOST_COPY, other, Direction.FORWARD):
+                with self.span(Phase.HOST_COPY, other):
                     other.copy_to_device(self.streams)
-        schedule = self._schedule((unit, with_backward)) if scheduled else None
-        self._forward = Pass(schedule, unit, with_backward=with_backward)
-        return self._forward
+        # Inside `unshard` a rank may compute alone: from what it calls others would not know its schedule.
+        current = self._forward = Pass(unit, is_scheduled=not method and not unit.pins)
+        current.schedule = self._schedules.get((unit, current.with_backward)) if current.is_scheduled else None
+        return current
 
     def before_forward(self, unit: Unit, *, method: bool = False) -> tuple[Pass, int]:
         """Gather the unit, and those ahead of it. Returns the pass and the number of the call.
@@ -132,66 +127,61 @@ class Runtime:
         """
         if torch._C._current_graph_task_id() != -1:  # a checkpoint's, inside a backward
             self._begin_backward()
-            self.make_ready(unit, Direction.BACKWARD)
-            again = Pass(None, unit, with_backward=torch.is_grad_enabled())
+            self.make_ready(unit)
+            again = Pass(unit, is_scheduled=False)
             return again, again.enter(self._index[unit])
         current = self._forward
         # Is it what an exception left? torch tells of no other kind than Exception: after KeyboardInterrupt the outermost
         # unit, or the root, is called again, and the optimizer has stepped.
         begins = current is not None and unit in (current.outermost, self.root)
         if current is None or not current.open or (begins and self._count_writes() != self._written):
-            current = self.begin(unit, scheduled=not method)
+            current = self.begin(unit, method=method)
         if unit in self.choices:
             self.agree(unit, unit.name)
         self._free_stale(unit)
         k = current.enter(self._index[unit])
         self._issue(current, Direction.FORWARD, k, PointSide.BEFORE)
-        self.make_ready(unit, Direction.FORWARD)
-        self._begin_computing(unit, current, Direction.FORWARD, k)
+        self.make_ready(unit)
+        self._begin_computing(unit, current, k)
         return current, k
 
     def _count_writes(self) -> int:
         return sum(flat.master._version for unit in self.units for flat in unit.flats)
 
-    def after_forward(self, unit: Unit, current: Pass, k: int) -> None:
-        """Free the unit, unless the schedule keeps it, or a backward needs it now."""
+    def after_forward(self, unit: Unit, current: Pass, k: int, *, has_graph: bool) -> None:
+        """Free the unit, unless the schedule keeps it, or a backward needs it now. `has_graph`: of the call's outputs."""
         if current is not self._forward:
             return
         if any(unit is outer for outer in self.choices.values()):
             self.agree(unit, f"the end of {unit.name}")
-        self._end_computing(current, Direction.FORWARD, k)
-        while current.open.pop() != k:
-            pass  # inner calls that never came to their end
+        self.close(current, k)
         self._issue(current, Direction.FORWARD, k, PointSide.AFTER)
-        departed = current.schedule is None and unit.policy.rules.reshard_after_forward
-        if departed and not current.is_open(self._index[unit]) and unit is not current.outermost:
-            self._reshard(unit, Direction.FORWARD)
+        if current.schedule is None and unit.policy.rules.reshard_after_forward and unit is not current.outermost:
+            self._reshard(unit)
         if k == 0:
-            self._end_forward(current)
+            self._end_forward(current, has_graph=has_graph)
 
     def close(self, current: Pass, k: int) -> None:
-        """A call is over. What a pass that an exception ended left gathered is freed when the next one begins."""
-        self._end_computing(current, Direction.FORWARD, k)
+        """A call is over, and inner ones that never came to their end. What a pass that an exception ended left gathered is
+        freed when the next one begins."""
+        self._end_computing(current, k)
         if k in current.open:
             del current.open[current.open.index(k) :]
 
-    def _end_forward(self, current: Pass) -> None:
+    def _end_forward(self, current: Pass, *, has_graph: bool) -> None:
         self._forward = None
-        calls, key = tuple(current.calls), (current.outermost, current.with_backward)
-        departed = current.schedule is None or calls != current.schedule.calls
+        departed = current.schedule is None or len(current.calls) != len(current.schedule.calls)
         if departed and current.is_scheduled:  # the next one is scheduled by what was seen
             for unit in self.units:
                 if unit.policy.rules.reshard_after_forward and unit is not current.outermost:
                     unit.reshard()
-            current.schedule = self._schedule(key, calls)
-        if not current.with_backward:
+            own = {i: unit.policy.rules for i, unit in enumerate(self.units)}
+            seen = Schedule(current.calls, self.rules, backward=current.with_backward, own_rules=own)
+            self._schedules[current.outermost, current.with_backward] = current.schedule = seen
+        trained = (p.requires_grad for unit in self.units for flat in unit.flats for p in flat.sharded)
+        if not current.with_backward or not (has_graph or any(trained)):  # of a frozen model without a graph
             self._free_all()
         self._let_shards_change("end of the forward")
-
-    def end_without_graph(self) -> None:
-        """Called after a forward whose outputs have no graph: no backward of a frozen model is to come."""
-        if not any(p.requires_grad for unit in self.units for flat in unit.flats for p in flat.sharded):
-            self._free_all()
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -207,8 +197,8 @@ class Runtime:
         current.backwards[k] = True
         backward.at_work[unit] += 1
         self._issue(current, Direction.BACKWARD, k, PointSide.BEFORE)
-        self.make_ready(unit, Direction.BACKWARD)
-        self._begin_computing(unit, current, Direction.BACKWARD, k)
+        self.make_ready(unit)
+        self._begin_computing(unit, current, k)
         if torch.is_grad_enabled():
             backward.makes_graph = True
             if unit not in self._held:
@@ -222,11 +212,11 @@ class Runtime:
             return
         current.backwards[k] = False
         backward.at_work[unit] -= 1
-        self._end_computing(current, Direction.BACKWARD, k)
+        self._end_computing(current, k)
         if current.schedule is not None and current.schedule.backward:
             self._issue(current, Direction.BACKWARD, k, PointSide.AFTER)
         else:
-            self._reshard(unit, Direction.BACKWARD)
+            self._reshard(unit)
             self._reduce(unit)
 
     def before_gradient(self, unit: Unit, name: str) -> None:
@@ -258,7 +248,7 @@ class Runtime:
     def end_backward(self, backward: Backward) -> None:
         """Finishes what is left: units whose inputs need no gradient, late gradients, reductions in flight."""
         for current in backward.passes:
-            scheduled = () if current.schedule is None else current.schedule.order[Direction.BACKWARD]
+            scheduled = () if current.schedule is None else current.schedule.backward_order
             for k in (*scheduled, *current.backwards):
                 if current.backwards.get(k):
                     self.after_backward(self.units[current.calls[k].unit], current, k)
@@ -280,22 +270,22 @@ class Runtime:
         they belong to."""
         if current.schedule is None:
             return
-        for action in current.schedule.by_call[direction, side].get(k, ()):
+        for action in current.schedule.at((direction, k, side)):
             unit = self.units[action.unit]
             if action.phase is Phase.UNSHARD:
-                self._unshard(unit, direction)
+                self._unshard(unit)
             elif action.phase is Phase.RESHARD:
-                self._reshard(unit, direction)
+                self._reshard(unit)
             elif action.phase is Phase.REDUCE:
                 self._reduce(unit)
 
-    def _unshard(self, unit: Unit, direction: Direction) -> None:
+    def _unshard(self, unit: Unit) -> None:
         self._free_stale(unit)
         if unit.is_sharded:
             if unit.policy.offload == OffloadPolicy.ALL and unit.state is UnitState.SHARDED:
-                with self.span(Phase.HOST_COPY, unit, direction):
+                with self.span(Phase.HOST_COPY, unit):
                     unit.copy_to_device(self.streams)
-            with self.span(Phase.UNSHARD, unit, direction):
+            with self.span(Phase.UNSHARD, unit):
                 unit.unshard(self.streams)
 
     def _free_stale(self, unit: Unit) -> None:
@@ -303,22 +293,22 @@ class Runtime:
         if unit.is_stale and not self._is_at_work(unit):
             unit.reshard()
 
-    def make_ready(self, unit: Unit, direction: Direction) -> None:
+    def make_ready(self, unit: Unit) -> None:
         """Gather a unit now, unless it is."""
         if unit.state is not UnitState.UNSHARDED or unit.is_stale:
             try:
-                self._unshard(unit, direction)
+                self._unshard(unit)
                 unit.wait_for_unshard()
             except Unanswered as e:
                 raise unit.mesh.unanswered(e, _label(Phase.UNSHARD, unit)) from e
         self._reads_shards |= unit.policy.map_shards and not unit.asked_for
 
-    def _reshard(self, unit: Unit, direction: Direction) -> None:
+    def _reshard(self, unit: Unit) -> None:
         if self._is_at_work(unit):
             return
         current = self._forward
         post_forward = unit.mesh.post_forward_group is not None and current is not None and current.with_backward
-        with self.span(Phase.RESHARD, unit, direction):
+        with self.span(Phase.RESHARD, unit):
             unit.reshard(post_forward=post_forward)
 
     def _reduce(self, unit: Unit) -> None:
@@ -330,7 +320,7 @@ class Runtime:
                 flat.gradients.collect()  # later ones are added in the dtype of the reduction
             return
         self._advance_reductions(but=self.rules.limit_reductions - 1)
-        with self.span(Phase.REDUCE, unit, Direction.BACKWARD):
+        with self.span(Phase.REDUCE, unit):
             self._reducing.append((unit, unit.reduce(self.streams)))
 
     def _advance_reductions(self, *, but: int = 0, last: bool = False) -> None:
@@ -340,11 +330,8 @@ class Runtime:
         for unit, reductions in self._reducing[: max(0, len(self._reducing) - but)][::-1]:
             ends = all(reduction.ends(last=last) for reduction in reductions)
             copies = ends and unit.policy.offload != OffloadPolicy.NONE  # under offload its shard then is on the host
-            around = (
-                self.span(Phase.HOST_COPY, unit, Direction.BACKWARD) if copies else self.around(Phase.REDUCE, unit.name)
-            )
             try:
-                with around:
+                with self.span(Phase.HOST_COPY, unit) if copies else self.around(Phase.REDUCE, unit.name):
                     for reduction in reductions:
                         reduction.advance(ends=ends)
             except Unanswered as e:
@@ -356,23 +343,25 @@ class Runtime:
 
     # -- spans ------------------------------------------------------------------------------------------------------
 
-    def span(self, phase: Phase, unit: Unit, direction: Direction) -> AbstractContextManager[Any]:
+    def span(self, phase: Phase, unit: Unit) -> AbstractContextManager[Any]:
         """A context, to be entered at once: a phase under its name, for the watcher and for profiler traces."""
-        if self.watch is not None:
-            self.watch(phase, unit.name, direction)
+        self._tell(phase, unit)
         around = self.around(phase, unit.name)
         return around if not torch.autograd._profiler_enabled() else _named(_label(phase, unit), around)
 
-    def _begin_computing(self, unit: Unit, current: Pass, direction: Direction, k: int) -> None:
-        """Begins a span that ends in another hook, or with the pass."""
+    def _tell(self, phase: Phase, unit: Unit) -> None:
         if self.watch is not None:
-            self.watch(Phase.COMPUTE, unit.name, direction)
-        if torch.autograd._profiler_enabled():
-            current.spans[direction, k] = record_function(_label(Phase.COMPUTE, unit))
-            current.spans[direction, k].__enter__()  # type: ignore[no-untyped-call]
+            self.watch(phase, unit.name, Direction.FORWARD if self.backward is None else Direction.BACKWARD)
 
-    def _end_computing(self, current: Pass, direction: Direction, k: int) -> None:
-        if current.spans and (span := current.spans.pop((direction, k), None)) is not None:
+    def _begin_computing(self, unit: Unit, current: Pass, k: int) -> None:
+        """Begins a span that ends in another hook, or with the pass."""
+        self._tell(Phase.COMPUTE, unit)
+        if torch.autograd._profiler_enabled():
+            current.spans[k] = record_function(_label(Phase.COMPUTE, unit))
+            current.spans[k].__enter__()  # type: ignore[no-untyped-call]
+
+    def _end_computing(self, current: Pass, k: int) -> None:
+        if current.spans and (span := current.spans.pop(k, None)) is not None:
             span.__exit__(None, None, None)
 
     # -- the rest ---------------------------------------------------------------------------------------------------
@@ -389,16 +378,14 @@ class Runtime:
             flat.gradients.drop()
         self._forward = self._backward = None
         self._reducing = []
-        try:
+        with self.root.mesh.answered("what an exception left in flight"):
             self._release()
             self._free_all()
-        except Unanswered as e:
-            raise self.root.mesh.unanswered(e, "what an exception left in flight") from e
 
     def _is_at_work(self, unit: Unit) -> bool:
         """Returns whether a call of the unit is under way, in a forward or in a backward."""
-        current, backward = self._forward, self.backward
-        in_forward = current is not None and current.is_open(self._index[unit])
+        current, backward, i = self._forward, self.backward, self._index[unit]
+        in_forward = current is not None and any(current.calls[k].unit == i for k in current.open)
         return in_forward or (backward is not None and backward.at_work[unit] > 0)
 
     def _release(self) -> None:
@@ -423,29 +410,6 @@ class Runtime:
         for group in filter(None, groups if reads else ()):
             with self.root.mesh.answered(when):
                 dist.barrier(group)
-
-    def _schedule(self, key: Key, calls: Sequence[UnitCall] = ()) -> Schedule:
-        """`calls`: those that a pass has made, where it departed from its schedule."""
-        if calls or key not in self._schedules:
-            own = {i: unit.policy.rules for i, unit in enumerate(self.units)}
-            self._schedules[key] = Schedule(calls or self._guess(key[0]), self.rules, backward=key[1], own_rules=own)
-        return self._schedules[key]
-
-    def _guess(self, outermost: Unit) -> list[UnitCall]:
-        """The calls of a forward that calls every module of every unit once, in the order in which modules are defined."""
-        units = {module: i for i, unit in enumerate(self.units) for module in unit.modules}
-        calls: list[UnitCall] = []
-
-        def visit(module: nn.Module, parent: int | None) -> None:
-            unit = units.pop(module, None)
-            if unit is not None:
-                calls.append(UnitCall(unit, parent))
-                parent = len(calls) - 1
-            for child in module.children():
-                visit(child, parent)
-
-        visit(outermost.modules[0], None)
-        return calls
 
 
 @contextmanager

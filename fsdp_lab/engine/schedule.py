@@ -17,9 +17,11 @@ the limiter counts only the unit that computes and those gathered ahead: waiting
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple
 
 
@@ -45,8 +47,7 @@ class PointSide(enum.StrEnum):
     AFTER = "after"
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """A point of a step: before or after the forward or the backward of one call."""
 
     direction: Direction
@@ -100,15 +101,6 @@ class Rules(PrefetchPolicy):
     offload: OffloadPolicy = OffloadPolicy.NONE
     keeps_first: bool = True  # keep the units that the backward needs first, see the note; FSDP1 and FSDP2: the root
 
-    @classmethod
-    def of(cls, prefetch: PrefetchPolicy, *, reshard_after_forward: bool, offload: OffloadPolicy) -> Rules:
-        given = {f.name: getattr(prefetch, f.name) for f in fields(PrefetchPolicy)}
-        return cls(**given, reshard_after_forward=reshard_after_forward, offload=offload)
-
-    def has_room(self, gathered: int) -> bool:
-        """Returns whether one more unit may be gathered ahead of time."""
-        return self.limit == 0 or gathered < self.limit + 1
-
 
 class Schedule:
     """One step's phases for a tree of calls.
@@ -129,63 +121,53 @@ class Schedule:
         own_rules: Mapping[int, Rules] | None = None,
     ) -> None:
         self.calls, self.rules, self.backward = tuple(calls), rules, backward
-        self._own_rules = dict(own_rules) if own_rules is not None else {}
-        self.actions: tuple[Action, ...] = tuple(_Builder(self).build())
+        self._own_rules = own_rules or {}
+        self.enclosing = frozenset(call.parent for call in self.calls)  # calls that have others inside them
+        self.walk = self._walk()
+        self.actions: list[Action] = []
+        self._at: dict[tuple[Direction, int, PointSide], list[Action]] = {}
+        # What is so at the point to which the actions have been listed:
+        self._gathered: set[int] = set()
+        self._begun: set[int] = set()  # units of which a call has begun
+        self._upcoming: dict[Direction, deque[int]] = {direction: deque() for direction in Direction}  # next one first
+        self._computed: tuple[int, ...] = ()  # index of the last computation
+        self._unshards: dict[int, int] = {}  # unit -> index of its last unshard
+        self._reduces: dict[int, int] = {}  # unit -> index of its last reduce, or of the copy after it
+        for direction, k, side in self.walk:
+            if side is PointSide.BEFORE:
+                self._upcoming[direction].append(self.calls[k].unit)
+        for point in self.walk:
+            self._come_to(point)
+        if self.backward and self.calls:
+            end = Point(Direction.UPDATE, 0, PointSide.AFTER)
+            self._add(Phase.OPTIM, -1, end, tuple(self._reduces.values()))
 
     def rules_of(self, unit: int) -> Rules:
         """The rules of a unit: its own, or the root's."""
         return self._own_rules.get(unit, self.rules)
 
-    def at(self, point: Point) -> tuple[Action, ...]:
-        """The actions to issue at a point, in this order, without the computation itself."""
-        return tuple(self.by_call[point.direction, point.moment].get(point.call, ()))
+    def at(self, point: tuple[Direction, int, PointSide]) -> Sequence[Action]:
+        """The actions to issue at a `Point`, in this order, without the computation itself."""
+        return self._at.get(point, ())
 
-    @cached_property
-    def by_call(self) -> dict[tuple[Direction, PointSide], dict[int, list[Action]]]:
-        """The actions to issue at the points of one direction and side, by call."""
-        by_call = {(direction, side): dict[int, list[Action]]() for direction in Direction for side in PointSide}
-        for action in self.actions:
-            if action.phase not in (Phase.COMPUTE, Phase.OPTIM):
-                by_call[action.point.direction, action.point.moment].setdefault(action.point.call, []).append(action)
-        return by_call
-
-    @cached_property
-    def walk(self) -> tuple[Point, ...]:
-        """Every point, ordered by time."""
-        points = list[Point]()
-        for direction in (Direction.FORWARD, Direction.BACKWARD) if self.backward else (Direction.FORWARD,):
-            stack = [0] if self.calls else []  # a call, or ~call for its end
-            while stack:
-                k = stack.pop()
-                if direction is Direction.FORWARD or not self.calls[max(k, ~k)].detached:
-                    points.append(Point(direction, max(k, ~k), PointSide.BEFORE if k >= 0 else PointSide.AFTER))
-                if k >= 0:
-                    stack += (~k, *self.children[k][:: -1 if direction is Direction.FORWARD else 1])
-        return tuple(points)
-
-    @cached_property
-    def children(self) -> tuple[tuple[int, ...], ...]:
-        """For each call, the calls directly inside it."""
-        inside: list[list[int]] = [[] for _ in self.calls]
+    def _walk(self) -> tuple[Point, ...]:
+        """Every point, ordered by time: the forward, and the same way back."""
+        points, inside = list[Point](), list[int]()
         for k, call in enumerate(self.calls):
-            if call.parent is not None:
-                inside[call.parent].append(k)
-        return tuple(map(tuple, inside))
+            while inside and inside[-1] != call.parent:
+                points.append(Point(Direction.FORWARD, inside.pop(), PointSide.AFTER))
+            points.append(Point(Direction.FORWARD, k, PointSide.BEFORE))
+            inside.append(k)
+        points += [Point(Direction.FORWARD, k, PointSide.AFTER) for k in reversed(inside)]
+        other = {PointSide.BEFORE: PointSide.AFTER, PointSide.AFTER: PointSide.BEFORE}
+        back = [Point(Direction.BACKWARD, k, other[side]) for _, k, side in points[::-1] if not self.calls[k].detached]
+        return (*points, *back) if self.backward else tuple(points)
 
     @cached_property
-    def order(self) -> dict[Direction, tuple[int, ...]]:
-        """The calls in the order in which they begin, in the forward and in the backward."""
-        before = [p for p in self.walk if p.moment is PointSide.BEFORE]
-        return {direction: tuple(p.call for p in before if p.direction is direction) for direction in Direction}
-
-    @cached_property
-    def begun(self) -> dict[Point, int]:
-        """How many calls have begun at a point, including its own: its position in the `order` of its direction."""
-        counts, places = {Direction.FORWARD: 0, Direction.BACKWARD: 0}, {}
-        for point in self.walk:
-            counts[point.direction] += point.moment is PointSide.BEFORE
-            places[point] = counts[point.direction]
-        return places
+    def backward_order(self) -> tuple[int, ...]:
+        """The calls in the order in which their backwards begin."""
+        back = (point for point in self.walk if point.direction is Direction.BACKWARD)
+        return tuple(point.call for point in back if point.moment is PointSide.BEFORE)
 
     @cached_property
     def never_reshards(self) -> frozenset[int]:
@@ -197,100 +179,59 @@ class Schedule:
     def stays_gathered(self) -> frozenset[int]:
         """Units that stay gathered between forward and backward (see the note)."""
         gathered = set(self.never_reshards) if self.backward else set()
-        for k in self.order[Direction.BACKWARD]:
+        for k in self.backward_order:
             gathered.add(self.calls[k].unit)
-            if not self.rules.keeps_first or not self.children[k]:
+            if not self.rules.keeps_first or k not in self.enclosing:
                 break
         return frozenset(gathered)
 
-    def ahead(self, point: Point, gathered: set[int]) -> tuple[int, ...]:
-        """The units to prefetch at a point, within the limit: those of the next calls; before a call, not its own."""
-        is_forward, order, units = point.direction is Direction.FORWARD, self.order[point.direction], dict[int, None]()
-        depth = self.rules.forward_prefetch if is_forward else self.rules.backward_prefetch
-        own = self.calls[point.call].unit if point.moment is PointSide.BEFORE else None
-        for i in range(self.begun[point], len(order)):
-            if len(units) == depth:
-                break
-            if self.calls[order[i]].unit != own:
-                units[self.calls[order[i]].unit] = None
-        chosen, limited = list[int](), gathered - self._unlimited(point)
-        for unit in units:
-            if unit not in gathered and self.rules.has_room(len(limited) + len(chosen)):
-                chosen.append(unit)
-        return tuple(chosen)
-
-    def _unlimited(self, point: Point) -> set[int]:
-        """Units that the limiter does not count: of those not freed after the forward, what has computed in it."""
-        if not self.backward or not self.never_reshards:
-            return set()
-        forward = self.order[Direction.FORWARD]
-        if point.direction is Direction.FORWARD:
-            forward = forward[: self.begun[point] - (point.moment is PointSide.BEFORE)]
-        return ({self.calls[k].unit for k in forward} & self.never_reshards) - {self.calls[point.call].unit}
-
-
-class _Builder:
-    """Visits the points in order and records which units are gathered and what each action waits for."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-        self._gathered: set[int] = set()
-        self._actions: list[Action] = []
-        self._computed: tuple[int, ...] = ()  # index of the last computation
-        self._unshards: dict[int, int] = {}  # unit -> index of its last unshard
-        self._reduces: dict[int, int] = {}  # unit -> index of its last reduce, or of the copy after it
-        calls = tuple(enumerate(schedule.calls))  # the unit's first call that has a backward, and its last call of all
-        self._first = {call.unit: k for k, call in reversed(calls) if not call.detached}
-        self._last = {call.unit: k for k, call in calls}
-
-    def build(self) -> list[Action]:
-        schedule = self._schedule
-        for point in schedule.walk:
-            unit = schedule.calls[point.call].unit
-            is_forward, begins = point.direction is Direction.FORWARD, point.moment is PointSide.BEFORE
-            if begins and unit not in self._gathered:
+    def _come_to(self, point: Point) -> None:
+        """Lists the actions of the next point."""
+        (direction, k, side), unit = point, self.calls[point.call].unit
+        begins, upcoming, around = side is PointSide.BEFORE, self._upcoming[direction], self.calls[k].parent
+        if begins:
+            self._begun.add(upcoming.popleft())
+            if unit not in self._gathered:
                 self._unshard(unit, point, ahead=False)
-            if not begins and schedule.children[point.call]:
-                self._compute(unit, point)  # the part of an enclosing unit after its inner ones
-            if not begins and self._is_freed(unit, point):
+        elif k in self.enclosing:
+            self._compute(unit, point)  # the part of an enclosing unit after its inner ones
+        while around is not None and self.calls[around].unit != unit:
+            around = self.calls[around].parent
+        ends = not begins and around is None  # and the call is not inside another one of the unit
+        stays = () if direction is Direction.BACKWARD else self.stays_gathered
+        if ends and unit not in (self.never_reshards if unit in upcoming else stays):
+            again_at_once = *islice(upcoming, 1), *self.ahead(point, self._gathered - {unit})
+            if unit not in again_at_once:
                 self._add(Phase.RESHARD, unit, point, self._computed)
                 self._gathered.discard(unit)
-            if begins == (is_forward or schedule.rules.prefetch_before):
-                for other in schedule.ahead(point, self._gathered):
-                    self._unshard(other, point, ahead=True)
-            if begins:
-                self._compute(unit, point)
-            elif not is_forward and not self._comes_again(unit, point):
-                at = self._add(Phase.REDUCE, unit, point, self._computed)
-                if schedule.rules_of(unit).offload != OffloadPolicy.NONE:
-                    at = self._add(Phase.HOST_COPY, unit, point, (at,))
-                self._reduces[unit] = at
-        if schedule.backward and schedule.calls:
-            end = Point(Direction.UPDATE, 0, PointSide.AFTER)
-            self._add(Phase.OPTIM, -1, end, tuple(self._reduces.values()))
-        return self._actions
+        if begins == (direction is Direction.FORWARD or self.rules.prefetch_before):
+            for other in self.ahead(point, self._gathered):
+                self._unshard(other, point, ahead=True)
+        if begins:
+            self._compute(unit, point)
+        elif ends and direction is Direction.BACKWARD and unit not in upcoming:
+            at = self._add(Phase.REDUCE, unit, point, self._computed)
+            if self.rules_of(unit).offload != OffloadPolicy.NONE:
+                at = self._add(Phase.HOST_COPY, unit, point, (at,))
+            self._reduces[unit] = at
 
-    def _is_freed(self, unit: int, point: Point) -> bool:
-        schedule, around = self._schedule, self._schedule.calls[point.call].parent
-        while around is not None and schedule.calls[around].unit != unit:
-            around = schedule.calls[around].parent
-        order, i = schedule.order[point.direction], schedule.begun[point]
-        if around is not None or (i < len(order) and schedule.calls[order[i]].unit == unit):
-            return False  # the call is inside another one of the unit, or the next one is of the same unit
-        stays = schedule.stays_gathered if point.direction is Direction.FORWARD else ()
-        if unit in (schedule.never_reshards if self._comes_again(unit, point) else stays):
-            return False
-        return unit not in schedule.ahead(point, self._gathered - {unit})  # it would be gathered again at once
-
-    def _comes_again(self, unit: int, point: Point) -> bool:
-        """Returns whether another call of the unit begins later in this direction."""
-        if point.direction is Direction.FORWARD:
-            return self._last[unit] >= self._schedule.begun[point]
-        return self._first[unit] != point.call
+    def ahead(self, point: Point, gathered: set[int]) -> list[int]:
+        """The units to prefetch at a point, within the limit: those of the next calls; before a call, not its own. The
+        limiter does not count units that are not freed after the forward, and have computed in it."""
+        is_forward, own, units = point.direction is Direction.FORWARD, self.calls[point.call].unit, dict[int, None]()
+        depth = self.rules.forward_prefetch if is_forward else self.rules.backward_prefetch
+        for unit in self._upcoming[point.direction]:
+            if len(units) == depth:
+                break
+            if unit != own or point.moment is PointSide.AFTER:
+                units[unit] = None
+        counted = len(gathered - (self.never_reshards & self._begun - {own}) if self.backward else gathered)
+        room = self.rules.limit + 1 - counted if self.rules.limit else depth
+        return [unit for unit in units if unit not in gathered][: max(0, room)]
 
     def _unshard(self, unit: int, point: Point, *, ahead: bool) -> None:
         waits = self._computed
-        if self._schedule.rules_of(unit).offload == OffloadPolicy.ALL:
+        if self.rules_of(unit).offload == OffloadPolicy.ALL:
             waits = (self._add(Phase.HOST_COPY, unit, point, waits, ahead=ahead),)
         self._unshards[unit] = self._add(Phase.UNSHARD, unit, point, waits, ahead=ahead)
         self._gathered.add(unit)
@@ -300,5 +241,8 @@ class _Builder:
         self._computed = (self._add(Phase.COMPUTE, unit, point, tuple(sorted(waits))),)
 
     def _add(self, phase: Phase, unit: int, point: Point, waits: tuple[int, ...], *, ahead: bool = False) -> int:
-        self._actions.append(Action(phase=phase, unit=unit, point=point, waits_for=waits, ahead=ahead))
-        return len(self._actions) - 1
+        action = Action(phase=phase, unit=unit, point=point, waits_for=waits, ahead=ahead)
+        self.actions.append(action)
+        if phase not in (Phase.COMPUTE, Phase.OPTIM):
+            self._at.setdefault(point, []).append(action)
+        return len(self.actions) - 1

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_lab.engine.buffer import FlatBuffer, sharded_form
 from fsdp_lab.engine.collectives import ShardError
-from fsdp_lab.engine.hooks import check_module, not_sharded, unit_hooks
+from fsdp_lab.engine.hooks import not_sharded, unit_hooks
 from fsdp_lab.engine.mesh import gather_parts
 
 
@@ -42,18 +42,15 @@ class ParamShard:
 
     def slots(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's state for it, or for the region in which it lies."""
-        for p in (self.param, self.sharded):
-            if self.param is not None and p is not None and p in optimizer.state:
-                return dict(optimizer.state[p])
-        return {}
+        given = () if self.param is None else (self.param, self.sharded)
+        return next((dict(optimizer.state[p]) for p in given if p in optimizer.state), {})
 
 
 def shards_of(module: nn.Module) -> list[ParamShard]:
     """Every sharded parameter, in the order of `module.parameters()`; a tied one once, by its first name."""
-    check_module(module)
-    parameters = [(_original(name), sharded_form(p)) for name, p in module.named_parameters()]
+    hooks, parameters = unit_hooks(module), [(name, sharded_form(p)) for name, p in module.named_parameters()]
     sharded = [shard_of(name, p.flat, p.number) for name, p in parameters if p is not None]
-    if parameters and not sharded and unit_hooks(module) is None:
+    if parameters and not sharded and hooks is None:
         raise not_sharded(module)
     return sharded
 
@@ -72,19 +69,22 @@ def load_full_state(module: nn.Module, values: Mapping[str, Tensor] | Callable[[
     shards = shards_of(module)
     if isinstance(values, Mapping):
         for shard in shards:
-            if shard.name not in values:
-                raise ShardError(f"there is no value for {shard.name}; give one for every parameter of the model")
-            _check_tensor(shard, values[shard.name])
+            _check_tensor(shard, values.get(shard.name))
+        values = values.__getitem__
     elif not callable(values):
         raise ShardError(
             f"a {type(values).__name__} was given where values are needed; give a dict, or a function of names"
         )
     for shard in shards:
-        _fill(shard, values[shard.name] if isinstance(values, Mapping) else values(shard.name))
+        whole = values(shard.name)
+        _check_tensor(shard, whole)
+        shard.local.copy_(whole.reshape(-1)[shard.start : shard.stop])
+        del whole  # before the next one is made
 
 
 def shard_of(name: str, flat: FlatBuffer, number: int) -> ParamShard:
     slot, p = flat.layout.slots[number], flat.sharded[number]
+    name = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
     start, stop = flat.layout.own(slot, flat.mesh.shard_rank)
     param, offset = flat.for_optimizer(number) if p.requires_grad else (None, 0)
     shape, local = torch.Size(slot.shape), flat.own_part(number)
@@ -100,24 +100,12 @@ def gather_one(flat: FlatBuffer, number: int) -> Tensor:
     return gather_parts(flat.mesh, flat.own_part(number), ranges, slot.numel).view(slot.shape)
 
 
-def _fill(shard: ParamShard, whole: Tensor) -> None:
-    """A function, so that one whole parameter is freed before the next one is made."""
-    _check_tensor(shard, whole)
-    shard.local.copy_(whole.reshape(-1)[shard.start : shard.stop])
-
-
 def _check_tensor(shard: ParamShard, value: Any) -> None:
     """Raises ShardError."""
-    if not isinstance(value, Tensor):
-        raise ShardError(
-            f"{shard.name} was given a {type(value).__name__}; give a tensor of the shape {tuple(shard.shape)}"
-        )
-    if value.shape != shard.shape:
-        raise ShardError(f"{shard.name} has the shape {tuple(shard.shape)}, and the value {tuple(value.shape)}")
-    if value.is_meta or isinstance(value, DTensor):
-        what = "is on meta, without values" if value.is_meta else "is a DTensor"
-        raise ShardError(f"what was given for {shard.name} {what}; give a plain tensor, as from full_tensor()")
-
-
-def _original(name: str) -> str:
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+    what = f"a {type(value).__name__}"
+    if isinstance(value, Tensor) and not isinstance(value, DTensor):
+        if value.shape == shard.shape and not value.is_meta:
+            return
+        what = "one on meta, without values" if value.is_meta else f"one of the shape {tuple(value.shape)}"
+    shape = tuple(shard.shape)
+    raise ShardError(f"{shard.name} was given {what}; give a plain tensor of the shape {shape}, as from full_tensor()")

@@ -42,9 +42,6 @@ class Unit:
         self._handles: list[CommHandle] = []
         self._copied: CommHandle | None = None  # the copies from the host that its next all-gathers send
 
-    def replace_buffers(self, flats: Sequence[FlatBuffer]) -> None:
-        self.flats, self.state, self._handles = tuple(flats), UnitState.SHARDED, []
-
     def copy_to_device(self, streams: CommStreams) -> None:
         """Under offload: issue the copies from the host with which a gather begins."""
         with streams.to_device.entered():

@@ -446,7 +446,7 @@ class Simulation:
 def computes(action: Action, schedule: Schedule) -> bool:
     """Returns whether this computation of a call has its work: a call that encloses others works after them in the
     forward and before them in the backward."""
-    if not schedule.children[action.point.call]:
+    if action.point.call not in schedule.enclosing:
         return True
     after = PointSide.AFTER if action.point.direction is Direction.FORWARD else PointSide.BEFORE
     return action.point.moment is after

@@ -21,7 +21,7 @@ from fsdp_lab.engine import (
     shards_of,
 )
 from fsdp_lab.engine.policy import ShardPolicy
-from fsdp_lab.engine.schedule import OffloadPolicy, PrefetchPolicy, Rules
+from fsdp_lab.engine.schedule import Rules
 from tests.engine.toys import batch, make, mean_square
 from tests.pool import Place, Pool
 
@@ -43,8 +43,7 @@ def trained(place: Place, core: bool, bf16: bool) -> tuple[list[float], dict[str
     mp = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
     )
-    rules = Rules.of(PrefetchPolicy(), reshard_after_forward=True, offload=OffloadPolicy.NONE)
-    policy = ShardPolicy(mp=mp, rules=rules, has_own_prefetch=False, shard_optimizer_only=False)
+    policy = ShardPolicy(mp=mp, rules=Rules(), has_own_prefetch=False, shard_optimizer_only=False)
     for module in (*model.blocks, model):
         if core:
             shard([module], mesh, policy)

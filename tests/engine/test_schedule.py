@@ -205,7 +205,7 @@ def test_every_call_computes_each_way(schedule: Schedule) -> None:
         for way in ways
         for k in range(len(schedule.calls))
         for moment in PointSide
-        if moment is PointSide.BEFORE or schedule.children[k]
+        if moment is PointSide.BEFORE or k in schedule.enclosing
     ]
     assert sorted(computed, key=str) == sorted(wanted, key=str)
 

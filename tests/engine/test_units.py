@@ -113,6 +113,7 @@ def resharded(place: Place) -> None:
     fully_shard(model.blocks[1], offload_policy=OffloadPolicy.ALL)
     fully_shard(model.blocks[2])
     fully_shard(model, prefetch_policy=PrefetchPolicy(backward_prefetch=0, limit=1))
+    mean_square(model, batch(0, place.rank)).backward()  # by which the next ones are scheduled
     seen: list[tuple[Phase, str, Direction]] = []
     runtime_of(model).watch = lambda *event: seen.append(event)
     for _ in range(2):

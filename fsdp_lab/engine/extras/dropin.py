@@ -32,11 +32,11 @@ from fsdp_lab.engine.extras.dtensor import FlatDTensor, restored
 from fsdp_lab.engine.extras.optimizers import OptimizerGuard
 from fsdp_lab.engine.extras.parameters import Region, ShardedBuffer, ShardedParameter
 from fsdp_lab.engine.extras.ties import find_ties, untie
-from fsdp_lab.engine.hooks import UnitHooks, check_module, not_sharded, unit_hooks
+from fsdp_lab.engine.hooks import UnitHooks, not_sharded, unit_hooks
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.policy import MixedPrecisionPolicy, ShardPolicy, offload_of
 from fsdp_lab.engine.runtime import Runtime
-from fsdp_lab.engine.schedule import Direction, OffloadPolicy, PrefetchPolicy, Rules
+from fsdp_lab.engine.schedule import OffloadPolicy, PrefetchPolicy, Rules
 from fsdp_lab.engine.state import shard_of
 from fsdp_lab.engine.unit import Unit
 
@@ -49,7 +49,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | ShardMesh | None = None,
     reshard_after_forward: bool | int | None = True,
-    mp_policy: MixedPrecisionPolicy | fsdp.MixedPrecisionPolicy | None = None,
+    mp_policy: fsdp.MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | fsdp.OffloadPolicy | None = OffloadPolicy.NONE,
     prefetch_policy: PrefetchPolicy | None = None,
     shard_optimizer_only: bool = False,
@@ -91,8 +91,8 @@ def fully_shard(
     for refusal in refusals.of_arguments(modules, reshard_after_forward, prefetch_policy, left):
         raise ShardError(refusal)
     reshard = bool(reshard_after_forward) and not shard_optimizer_only
-    prefetch = prefetch_policy if prefetch_policy is not None else PrefetchPolicy()
-    rules = Rules.of(prefetch, reshard_after_forward=reshard, offload=offload_of(offload_policy))
+    own = {"reshard_after_forward": reshard, "offload": offload_of(offload_policy)}
+    rules = Rules(**vars(prefetch_policy or PrefetchPolicy()) | own)
     mp = MixedPrecisionPolicy.of(mp_policy)
     policy = ShardPolicy(mp=mp, rules=rules, has_own_prefetch=prefetch_policy is not None,
                          shard_optimizer_only=shard_optimizer_only, map_shards=map_shards)  # fmt: skip
@@ -285,7 +285,7 @@ class UnshardHandle:
         """Waits until the parameters may be read, and written to."""
         try:
             for unit in self._units:
-                self._runtime.make_ready(unit, Direction.FORWARD)
+                self._runtime.make_ready(unit)
             for flat in (flat for unit in self._units for flat in unit.flats):
                 if (pool := flat.mesh.buffer_pool) is not None:
                     pool.settle(flat.full)  # other ranks have what this one sent from it
@@ -326,7 +326,7 @@ def free(module: nn.Module, *, busy: Collection[int] = ()) -> None:
 
     `busy`: addresses of storage that a collective may still use, as after an abort; it is freed with its last reference.
     """
-    check_module(module)
+    unit_hooks(module)  # refuses what is no module
     hooks = {h.unit: h for h in map(unit_hooks, module.modules()) if h is not None}
     for unit, h in hooks.items():
         h.remove()

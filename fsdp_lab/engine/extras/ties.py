@@ -46,5 +46,5 @@ def untie(hooks: UnitHooks, tied: Collection[int]) -> None:
             for module, attribute in flat.uses[i]:
                 setattr(module, attribute, original)
         flats += [flat.rebuild(kept)] if kept else []
-    unit.replace_buffers(flats)
+    unit.flats = tuple(flats)
     hooks.install()
