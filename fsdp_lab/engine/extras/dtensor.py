@@ -53,7 +53,7 @@ from fsdp_lab.engine.mesh import ShardMesh, gather_parts, letting_go
 
 Shape = Sequence[int]
 aten: Any = torch.ops.aten
-_HELD = ("_local_tensor", "_spec", "flat_placement", "counted")
+_HELD = ("_local_tensor", "_spec", "flat_placement", "counted")  # what a tensor is made of
 _local_tensor, _spec, _flat_placement, _counted = map(operator.attrgetter, _HELD)
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")  # libraries of operations
 
@@ -269,6 +269,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return results
     changed: list[FlatDTensor] = []
     if func._schema.is_mutable:
+        _cut_what_is_written(args)
         changed = [t for t in written(func, args, kwargs) if isinstance(t, FlatDTensor)]
         if changed and changed[0].given:
             changed[0].before_write(func._schema.name.removeprefix("aten::"), changed)
@@ -276,6 +277,20 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if changed:
         torch.autograd.graph.increment_version([t.counted for t in changed])  # torch raises that of the wrapper alone
     return result
+
+
+def _cut_what_is_written(args: tuple[Any, ...]) -> None:
+    """torch loads a whole optimizer state as replicated DTensors; the first step beside sharded tensors cuts them."""
+    lists = [a if isinstance(a, (list, tuple)) else [a] for a in args]
+    for i, t in enumerate(lists[0]):
+        if type(t) is DTensor:
+            beside = (some[i] for some in lists[1:] if len(some) == len(lists[0]))
+            like = next((o for o in beside if isinstance(o, FlatDTensor) and o.shape == t.shape), None)
+            if like is not None:
+                cut: Any = like.like(like.range_of(t.full_tensor()).clone())
+                t.__class__ = FlatDTensor
+                for name in _HELD:
+                    setattr(t, name, getattr(cut, name))
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], changed: list[FlatDTensor]) -> Any:

@@ -1,5 +1,5 @@
 """What is refused to optimizers: to step the same values twice, what a model had before it was sharded, what came into it
-since, what was gathered, and to lack what was frozen when they were made. And what torch loads into them is cut.
+since, what was gathered, and to lack what was frozen when they were made.
 
 Nothing tells a tensor who holds it. But who makes an optimizer asks each tensor whether it `is_leaf`, and a step reads its
 `grad` and adds to it. What is no tensor of ours is left a gradient that cannot be used.
@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fsdp_lab.base.tensors import LeafOfSharded
 from fsdp_lab.engine.collectives import ShardError
@@ -135,26 +133,3 @@ class OptimizerGuard:
         if lacking:  # who is asked looks again: they may be given, or frozen, until then
             for t in (t for flat in self._flats for t in (*flat.sharded, *flat.gradients.regions.values())):
                 t.beside = lacking
-
-
-_watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-
-def _watch(optimizer: Optimizer, *_: Any) -> None:
-    """Called before each step of any optimizer; torch steps one before it loads a whole state into it."""
-    if optimizer not in _watched:
-        _watched.add(optimizer)
-        optimizer.register_load_state_dict_post_hook(_cut_loaded)
-        _cut_loaded(optimizer)
-
-
-def _cut_loaded(optimizer: Optimizer) -> None:
-    """torch loads a whole state as replicated DTensors; here each is cut as its parameter is."""
-    sharded = [(p, state) for p, state in optimizer.state.items() if isinstance(p, FlatDTensor)]
-    for p, state in sharded:
-        for name, t in state.items():
-            if type(t) is DTensor and t.shape == p.shape:
-                state[name] = p.like(p.range_of(t.full_tensor()).clone())
-
-
-register_optimizer_step_pre_hook(_watch)

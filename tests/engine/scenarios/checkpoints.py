@@ -81,7 +81,7 @@ def _load_whole(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> N
 
 
 def _load_whole_everywhere(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Every rank reads all of it. torch then gives the optimizer whole tensors, which must be cut."""
+    """Every rank reads all of it. torch then gives the optimizer whole tensors, which the next step must cut."""
     read = torch.load(folder / "whole.pt", weights_only=True)
     set_model_state_dict(model, read["model"], options=_EVERYWHERE)
     set_optimizer_state_dict(model, optimizer, read["optimizer"], options=_EVERYWHERE)
