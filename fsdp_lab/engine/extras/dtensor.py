@@ -180,15 +180,10 @@ class FlatDTensor(DTensor):
     # -- torch.distributed.checkpoint -------------------------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self._local_tensor)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for _, chunk in boxes(self.shape, *self.flat_placement.own)
-        ]
+        size, properties = self.size(), TensorProperties.create_from_tensor(self._local_tensor)
+        data = [TensorWriteData(chunk=c, properties=properties, size=size) for c in self.__create_chunk_list__()]
+        kind = WriteItemType.SHARD
+        return [WriteItem(index=MetadataIndex(fqn, d.chunk.offsets), type=kind, tensor_data=d) for d in data]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [chunk for _, chunk in boxes(self.shape, *self.flat_placement.own)]
@@ -205,13 +200,8 @@ class FlatDTensor(DTensor):
 def restored(
     local: Tensor, shape: Shape, requires_grad: bool, ranges: tuple[Range, ...], mesh: DeviceMesh, rank: Range
 ) -> FlatDTensor:
-    """A tensor that a rank had saved by `torch.save`.
-
-    Args:
-        rank: which one it was, and of how many.
-
-    Raises ShardError: this is another rank.
-    """
+    """A tensor that a rank had saved by `torch.save`; `rank`: which one it was, and of how many. Raises ShardError on
+    another."""
     now = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
     if now != tuple(rank):
         here = "there is no process group" if now is None else f"this is rank {now[0]} of {now[1]}"
@@ -498,34 +488,24 @@ def _gathered(t: Tensor) -> Tensor:
 
 
 def _viewed(func: Any, args: Any, kwargs: Any) -> Any:
-    """The same elements, or a range of them, in another shape or type."""
+    """The same elements, or a range of them, in another shape or type; of a complex number, its two parts."""
     t, placement = args[0], args[0].flat_placement
     view = func(torch.empty(t.shape, dtype=t.dtype, device="meta"), *args[1:], **kwargs)
-    if not view.is_contiguous() or view.dtype.itemsize != t.dtype.itemsize:
+    each = t.dtype.itemsize // view.dtype.itemsize  # elements of the view in one of the tensor
+    if not view.is_contiguous() or not each:
         return NotImplemented
     begin, local = view.storage_offset(), t._local_tensor.detach().view(view.dtype)
-    part = placement if view.numel() == t.numel() else placement.part(begin, begin + view.numel())
-    (start, stop), first = part.own, placement.own[0] - begin
+    part = placement if view.numel() == t.numel() else placement.part(begin, begin + view.numel(), each=each)
+    (start, stop), first = part.own, each * placement.own[0] - begin
     return t.viewed(local[start - first : stop - first], view.shape, part)
-
-
-def _as_real(func: Any, args: Any, kwargs: Any) -> FlatDTensor:
-    """Complex numbers as pairs."""
-    t: FlatDTensor = args[0]
-    ranges = tuple((2 * a, 2 * b) for a, b in t.flat_placement.ranges)
-    placement = FlatPlacement(mesh=t.flat_placement.mesh, ranges=ranges)
-    return t.viewed(func(t._local_tensor.detach()).view(-1), (*t.shape, 2), placement)
 
 
 def _empty(func: Any, args: Any, kwargs: Any) -> Any:
     """`t.new_zeros(shape)` and the like: cut as `t` is where it has as many elements, replicated otherwise."""
     t, size = args[0], torch.Size(args[1])
-    options = {"dtype": t.dtype, "device": t._local_tensor.device, **kwargs}
-    alike = size.numel() == t.numel()
-    local = t._local_tensor if alike else torch.empty(size, dtype=t.dtype, device=t._local_tensor.device)
-    options.pop("memory_format", None)
-    made = func(local, local.shape, *args[2:], **options)
-    return t.like(made, size) if alike else replicated(made, t.flat_placement.mesh.plain_mesh)
+    is_alike = size.numel() == t.numel()
+    made = func(t._local_tensor, t._local_tensor.shape if is_alike else size, *args[2:], **kwargs)
+    return t.like(made, size) if is_alike else replicated(made, t.flat_placement.mesh.plain_mesh)
 
 
 _SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
@@ -534,9 +514,8 @@ _SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten._foreach_norm: _foreach_norm,
     aten._foreach_max: lambda func, args, kwargs: [torch.max(t) for t in args[0]],
     aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
-    aten.view_as_real: _as_real,
     **dict.fromkeys((aten.detach, aten.alias), lambda func, args, kwargs: args[0].viewed(func(args[0]._local_tensor))),
     **dict.fromkeys((aten.view, aten._unsafe_view, aten._reshape_alias, aten.unsqueeze, aten.squeeze), _viewed),
-    **dict.fromkeys((aten.select, aten.slice), _viewed),
+    **dict.fromkeys((aten.select, aten.slice, aten.view_as_real), _viewed),
     **dict.fromkeys((aten.new_zeros, aten.new_empty, aten.new_ones, aten.new_full), _empty),
 }

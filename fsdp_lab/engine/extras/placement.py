@@ -36,9 +36,9 @@ class FlatPlacement:
         """Returns whether each rank holds the same elements by both, whatever groups they communicate in."""
         return self is other or (self.ranges == other.ranges and self.mesh.device_mesh == other.mesh.device_mesh)
 
-    def part(self, start: int, stop: int) -> FlatPlacement:
-        """The placement of elements [start, stop), counted from `start`."""
-        cut = [(max(a, start) - start, min(b, stop) - start) for a, b in self.ranges]
+    def part(self, start: int, stop: int, *, each: int = 1) -> FlatPlacement:
+        """The placement of elements [start, stop), counted from `start`, where each one was cut into so many before."""
+        cut = [(max(a * each, start) - start, min(b * each, stop) - start) for a, b in self.ranges]
         return FlatPlacement(mesh=self.mesh, ranges=tuple((a, b) if a < b else (0, 0) for a, b in cut))
 
 
