@@ -6,6 +6,7 @@ import functools
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -107,7 +108,8 @@ def fully_shard(
             raise ShardError(f"{t.name} was sharded already, with {outer}; shard inner modules first")
     holding = {*(t.value.device for t in taken), *(unit.mesh.device for unit in inside)}
     sharded = ShardMesh.resolve(mesh, post_forward_size=post_forward_size, holding=holding)
-    refused = next(refusals.of_call(modules, taken, sharded, policy, inside), None)
+    of_parameters, of_mapping = refusals.of_parameters(taken), refusals.of_mapping(taken, sharded, policy)
+    refused = next(chain(of_parameters, of_mapping, refusals.of_units(modules, sharded, policy, inside)), None)
     ties = [f"{', '.join(names)} tied" for names in tied.values()]
     entries = [*_described(taken, group_of), *ties] if refused is None else []
     named = [f"{one} in {type(modules[0]).__name__}" for one in entries]
@@ -170,9 +172,8 @@ def sharded_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The flat shards for an optimizer, [m] each, in the dtype and place of the master copy."""
     if not units_of(module):
         raise not_sharded(module)
-    trained = [(flat, {p.group for p in flat.sharded if p.requires_grad}) for flat in flats_of(module)]
-    regions = [(region, groups) for flat, groups in trained for region in flat.gradients.regions.values()]
-    return [region for region, groups in regions if region.group in groups]
+    regions = [(flat, region) for flat in flats_of(module) for region in flat.gradients.regions.values()]
+    return [r for flat, r in regions if any(p.requires_grad and p.group == r.group for p in flat.sharded)]
 
 
 def parameter_groups(module: nn.Module) -> dict[Hashable, list[nn.Parameter]]:
@@ -258,8 +259,7 @@ def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) 
     Args:
         async_op: do not wait: `wait()` of what is returned does, and so does a forward.
     """
-    runtime, units = runtime_of(module), units_of(module)
-    handle = UnshardHandle(module, units if recurse else units[:1], runtime)
+    handle = UnshardHandle(module, recurse=recurse)
     if not async_op:
         handle.wait()
     return handle
@@ -268,8 +268,7 @@ def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) 
 def reshard(module: nn.Module, *, recurse: bool = True) -> None:
     """Free what `unshard` gathered, without a copy to the shards."""
     runtime_of(module)
-    units = units_of(module)
-    for unit in units if recurse else units[:1]:
+    for unit in units_of(module)[: None if recurse else 1]:
         unit.reshard()
 
 
@@ -277,8 +276,9 @@ class UnshardHandle:
     """See `unshard`. Issues the gathers when made; `wait` makes the values visible; as a context it keeps them, and at its
     end copies to the shards what was written."""
 
-    def __init__(self, module: nn.Module, units: Sequence[Unit], runtime: Runtime) -> None:
-        self._module, self._units, self._runtime = module, tuple(units), runtime
+    def __init__(self, module: nn.Module, *, recurse: bool) -> None:
+        self._module, self._runtime = module, runtime_of(module)
+        self._units = units_of(module)[: None if recurse else 1]
         self._issue()
 
     def wait(self) -> None:
@@ -332,9 +332,9 @@ def free(module: nn.Module, *, busy: Collection[int] = ()) -> None:
         h.remove()
         for flat in unit.flats:
             g, gathered = flat.gradients, flat.full if flat.is_gathered else None
-            optional = (gathered, g.unsharded, g.reduced, flat.device_shard, flat.post_forward_shard)
-            tensors = (flat.master, *(t for t in optional if t is not None), *g.pieces.values())
-            for storage in [t.untyped_storage() for t in tensors]:
+            shards = flat.master, g.reduced, flat.device_shard, flat.post_forward_shard
+            wholes = gathered, g.unsharded, *g.pieces.values()
+            for storage in [t.untyped_storage() for t in (*shards, *wholes) if t is not None]:
                 if storage.resizable() and storage.size() and storage.data_ptr() not in busy:
                     storage.resize_(0)
             flat.free_gathered(busy)
@@ -350,9 +350,6 @@ def _watch_state_dict(unit: Unit) -> None:
     `torch.save` makes of them may be read by `torch.load`, as of torch's own."""
     torch.serialization.add_safe_globals([restored])
 
-    def saving(module: nn.Module, *_: Any) -> None:
-        unit.reshard()
-
     def loading(module: nn.Module, state: dict[str, Any], prefix: str, local: dict[str, Any], *_: Any) -> None:
         unit.reshard()
         for name, p in module._parameters.items():
@@ -361,5 +358,5 @@ def _watch_state_dict(unit: Unit) -> None:
                 new.data, state[prefix + name] = state[prefix + name], new  # assigned to itself
 
     for module in {use[0]: None for flat in unit.flats for uses in flat.uses for use in uses}:
-        module.register_state_dict_pre_hook(saving)
+        module.register_state_dict_pre_hook(lambda *_: unit.reshard())
         module.register_load_state_dict_pre_hook(loading)
