@@ -66,12 +66,14 @@ class FlatDTensor(DTensor):
         norm_beside: its norm, by order and dtype, found together with those of other tensors.
         counted: the tensor whose version says that this one, or a view of it, was written to. Views that are made in a
             dispatch mode have versions of their own.
+        before_write: called before an operation, by its name, writes to what optimizers were given. Raises ShardError.
     """
 
     flat_placement: FlatPlacement
     counted: Tensor
     norm_beside: Callable[[float, torch.dtype | None], Tensor | None] | None = None
     given = False  # to an optimizer
+    before_write: Callable[[str, Sequence[Any]], None]
 
     @classmethod
     def of(cls, local: Tensor, shape: Shape, placement: FlatPlacement, *, requires_grad: bool = False) -> Self:
@@ -104,13 +106,8 @@ class FlatDTensor(DTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return _dispatch(func, args, kwargs or {})
 
-    def before_write(self, name: str, changed: Sequence[FlatDTensor]) -> None:
-        """Called before an operation of this name writes to what optimizers were given. Raises ShardError."""
-
-    @property
-    def __tensor_flatten__(self) -> Any:
-        """Not for torch.compile; without it `module.to()` and the like assign `.data`, and swap no objects."""
-        raise AttributeError("__tensor_flatten__")
+    # This is not for torch.compile; without it `module.to()` and the like assign `.data`, and swap no objects.
+    __tensor_flatten__: Any = property()  # that cannot be read
 
     def __repr__(self) -> str:  # type: ignore[override]
         start, stop = self.flat_placement.own

@@ -60,6 +60,9 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Range, 
 
 
 class _Conversion(torch.autograd.Function):
+    """`there` of a tensor, whose gradient is `back` of that of the result. `back` must not hold the tensor, which may be
+    written to in place, and then depend on the result."""
+
     @staticmethod
     def forward(ctx: Any, t: Tensor, there: Callable[[Any], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.back = back
@@ -71,11 +74,7 @@ class _Conversion(torch.autograd.Function):
         return ctx.back(grad), None, None
 
 
-def converted(t: Tensor, there: Callable[[Any], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-    """`there` of a tensor, whose gradient is `back` of that of the result. `back` must not hold `t`, which may be written to
-    in place, and then depend on the result."""
-    result: Tensor = _Conversion.apply(t, there, back)  # type: ignore[no-untyped-call]
-    return result
+converted: Callable[..., Tensor] = _Conversion.apply
 
 
 def mean_over_ranks(grad: Tensor, mesh: DeviceMesh) -> Tensor:
