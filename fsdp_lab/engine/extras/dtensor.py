@@ -2,9 +2,8 @@
 
 A flat buffer is cut wherever its shards end, also in the middle of a row, which no placement of torch's can say. So this is
 a DTensor whose local tensor is that range, [m], and whose shape is the whole tensor's. It is what `module.parameters()`
-yields between steps, and what gradients, optimizer states and a `state_dict` are made of. As with FSDP2's DTensors,
-`full_tensor()` is the whole tensor, and `to_local()` the range; Distributed Checkpoint stores it under its name and shape,
-in boxes, and loads it from any other layout. There are three kinds of torch's operations.
+yields between steps, and what gradients, optimizer states and a `state_dict` are made of. Distributed Checkpoint stores it
+under its name and shape, in boxes, and loads it from any other layout. There are three kinds of torch's operations.
 
 1. Element-wise ones (arithmetic, copies, an optimizer's foreach and fused kernels) run on the local ranges.
 2. Norms, and GradScaler's search for what is not finite, run on the local ranges and are then reduced over the ranks.
@@ -164,9 +163,8 @@ class FlatDTensor(DTensor):
     # -- copies -----------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: Any) -> FlatDTensor:
-        copy = self.like(self._local_tensor.detach().clone())
-        copy.requires_grad_(self.requires_grad)
-        return copy
+        local, placement = self._local_tensor.detach().clone(), self.flat_placement
+        return FlatDTensor.of(local, self.shape, placement, requires_grad=self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """This rank's range, which the same rank may read again."""
