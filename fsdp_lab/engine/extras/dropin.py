@@ -6,6 +6,7 @@ import functools
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,18 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_lab.engine.api import (
-    GroupOf,
-    Taken,
-    adopt_units,
-    flats_of,
-    one_group,
-    runtime_of,
-    shard,
-    take,
-    units_inside,
-    units_of,
-)
+from fsdp_lab.engine import api
 from fsdp_lab.engine.buffer import sharded_form
 from fsdp_lab.engine.collectives import ShardError
 from fsdp_lab.engine.extras import refusals
@@ -55,26 +45,24 @@ def fully_shard(
     shard_optimizer_only: bool = False,
     map_shards: bool = False,
     ignored_params: Collection[nn.Parameter] | None = (),
-    group_of: GroupOf = one_group,
+    group_of: api.GroupOf = api.one_group,
 ) -> Any:
     """Make a module a unit of Fully Sharded Data Parallel (arXiv 2304.11277, section 3); collective over the mesh.
 
     Call it on inner modules first and on the root last, as with FSDP2: each call takes the parameters that no earlier one
-    took. A parameter shared by two modules belongs to the lowest module that contains both. Several modules given as a
-    list become one unit; it is gathered once for those that are called one after the other.
-
-    README.md says what a caller may rely on (see "The contract").
+    took. A parameter shared by two modules belongs to the lowest module that contains both. README.md says what a caller
+    may rely on (see "The contract").
 
     Args:
-        module: a module, or several that form one unit; on meta, or with the same values on all ranks.
+        module: a module, or a list of them that form one unit, which is gathered once where they are called one after the
+            other; on meta, or with the same values on all ranks.
         mesh: ("shard",), ("replicate",), or both for hybrid sharding; None: shard over all ranks, on the GPU where the
             parameters are, or that the default process group is for. Units of one model may have meshes of their own.
         reshard_after_forward: True or None: free parameters after the forward and gather them again for the backward
             (ZeRO-3). False: keep them until then (ZeRO-2). An integer: reshard to groups of so many ranks.
         mp_policy: dtypes, ours or torch's; None: as they are.
         offload_policy: what is kept on the host, ours or torch's.
-        prefetch_policy: what is gathered ahead, and how many reductions are in flight, in the whole model: give it to the
-            root, or the same to all units; None: the next unit in both directions, and one reduction.
+        prefetch_policy: of the whole model: give it to the root, or the same to all units; None: the default one.
         shard_optimizer_only: ZeRO-1: gradients and gathered parameters keep their full size.
         map_shards: between ranks on CPUs that share memory: gathered parameters are the shards of all ranks where they
             lie, so that nothing is copied, and one copy serves the host.
@@ -96,25 +84,26 @@ def fully_shard(
     mp = MixedPrecisionPolicy.of(mp_policy)
     policy = ShardPolicy(mp=mp, rules=rules, has_own_prefetch=prefetch_policy is not None,
                          shard_optimizer_only=shard_optimizer_only, map_shards=map_shards)  # fmt: skip
-    inside = units_inside(modules)
+    inside = api.units_inside(modules)
     tied = find_ties(modules, inside)
     ignored = set(map(id, left))
     post_forward_size = None if isinstance(reshard_after_forward, bool) else reshard_after_forward
-    taken = take(modules, ignored)
+    taken = api.take(modules, ignored)
     for t in taken:
         if isinstance(t.value, ShardedParameter):
             outer = f"a module around {type(modules[0]).__name__}"
             raise ShardError(f"{t.name} was sharded already, with {outer}; shard inner modules first")
     holding = {*(t.value.device for t in taken), *(unit.mesh.device for unit in inside)}
     sharded = ShardMesh.resolve(mesh, post_forward_size=post_forward_size, holding=holding)
-    refused = next(refusals.of_call(modules, taken, sharded, policy, inside), None)
+    of_parameters, of_mapping = refusals.of_parameters(taken), refusals.of_mapping(taken, sharded, policy)
+    refused = next(chain(of_parameters, of_mapping, refusals.of_units(modules, sharded, policy, inside)), None)
     ties = [f"{', '.join(names)} tied" for names in tied.values()]
     entries = [*_described(taken, group_of), *ties] if refused is None else []
     named = [f"{one} in {type(modules[0]).__name__}" for one in entries]
     refusals.check_equal_on_all_ranks(sharded, [*named, str(policy)], refused)
     for its_hooks in inside.values():
         untie(its_hooks, tied)
-    unit = shard(modules, sharded, policy, ignored=ignored, group_of=group_of, buffer=ShardedBuffer, adopt=_adopt)
+    unit = api.shard(modules, sharded, policy, ignored=ignored, group_of=group_of, buffer=ShardedBuffer, adopt=_adopt)
     _watch_state_dict(unit)
     # By these attributes of torch's FSDP libraries know that all ranks must call a module equally often: transformers then
     # lets `generate` go on until the last rank is ready, and calls a layer that was dropped. torch.compile reads them too.
@@ -127,9 +116,9 @@ def _adopt(hooks: UnitHooks) -> Runtime:
     """Of the core's, with what is refused to a root and to optimizers."""
     while hooks.outer is not None:
         hooks = hooks.outer
-    for refusal in refusals.of_root(units_of(hooks.unit.modules[0])):
+    for refusal in refusals.of_root(api.units_of(hooks.unit.modules[0])):
         raise ShardError(refusal)
-    runtime = adopt_units(hooks)
+    runtime = api.adopt_units(hooks)
     runtime.choices, runtime.agree = refusals.choices_of(runtime.units), refusals.check_same_call
     flats = [flat for unit in runtime.units for flat in unit.flats]
     ignored = {i for unit in runtime.units for i in unit.ignored}
@@ -137,7 +126,7 @@ def _adopt(hooks: UnitHooks) -> Runtime:
     return runtime
 
 
-def _described(taken: Sequence[Taken], group_of: GroupOf) -> list[str]:
+def _described(taken: Sequence[api.Taken], group_of: api.GroupOf) -> list[str]:
     """The facts that must be the same on all ranks. Groups are numbered: their names may differ from process to process."""
     numbers: dict[Hashable, int] = {}
     of = [(t.name, t.value, numbers.setdefault(group_of(t.name, t.value), len(numbers))) for t in taken]
@@ -168,11 +157,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 def sharded_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The flat shards for an optimizer, [m] each, in the dtype and place of the master copy."""
-    if not units_of(module):
+    if not api.units_of(module):
         raise not_sharded(module)
-    trained = [(flat, {p.group for p in flat.sharded if p.requires_grad}) for flat in flats_of(module)]
-    regions = [(region, groups) for flat, groups in trained for region in flat.gradients.regions.values()]
-    return [region for region, groups in regions if region.group in groups]
+    regions = [(flat, region) for flat in api.flats_of(module) for region in flat.gradients.regions.values()]
+    return [r for flat, r in regions if any(p.requires_grad and p.group == r.group for p in flat.sharded)]
 
 
 def parameter_groups(module: nn.Module) -> dict[Hashable, list[nn.Parameter]]:
@@ -212,7 +200,7 @@ def split_unused(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def upcast_gradients(module: nn.Module) -> None:
     """Under `keep_low_precision_gradients`, brings gradients to the masters' dtype, for an optimizer that needs them so."""
-    for flat in flats_of(module):
+    for flat in api.flats_of(module):
         flat.gradients.upcast()
 
 
@@ -258,8 +246,7 @@ def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) 
     Args:
         async_op: do not wait: `wait()` of what is returned does, and so does a forward.
     """
-    runtime, units = runtime_of(module), units_of(module)
-    handle = UnshardHandle(module, units if recurse else units[:1], runtime)
+    handle = UnshardHandle(module, recurse=recurse)
     if not async_op:
         handle.wait()
     return handle
@@ -267,9 +254,8 @@ def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) 
 
 def reshard(module: nn.Module, *, recurse: bool = True) -> None:
     """Free what `unshard` gathered, without a copy to the shards."""
-    runtime_of(module)
-    units = units_of(module)
-    for unit in units if recurse else units[:1]:
+    api.runtime_of(module)
+    for unit in api.units_of(module)[: None if recurse else 1]:
         unit.reshard()
 
 
@@ -277,8 +263,9 @@ class UnshardHandle:
     """See `unshard`. Issues the gathers when made; `wait` makes the values visible; as a context it keeps them, and at its
     end copies to the shards what was written."""
 
-    def __init__(self, module: nn.Module, units: Sequence[Unit], runtime: Runtime) -> None:
-        self._module, self._units, self._runtime = module, tuple(units), runtime
+    def __init__(self, module: nn.Module, *, recurse: bool) -> None:
+        self._module, self._runtime = module, api.runtime_of(module)
+        self._units = api.units_of(module)[: None if recurse else 1]
         self._issue()
 
     def wait(self) -> None:
@@ -332,9 +319,9 @@ def free(module: nn.Module, *, busy: Collection[int] = ()) -> None:
         h.remove()
         for flat in unit.flats:
             g, gathered = flat.gradients, flat.full if flat.gathered.is_held else None
-            optional = (gathered, g.unsharded, g.reduced, flat.device_shard, flat.post_forward_shard)
-            tensors = (flat.master, *(t for t in optional if t is not None), *g.pieces.values())
-            for storage in [t.untyped_storage() for t in tensors]:
+            shards = flat.master, g.reduced, flat.device_shard, flat.post_forward_shard
+            wholes = gathered, g.unsharded, *g.pieces.values()
+            for storage in [t.untyped_storage() for t in (*shards, *wholes) if t is not None]:
                 if storage.resizable() and storage.size() and storage.data_ptr() not in busy:
                     storage.resize_(0)
             flat.free_gathered(busy)
@@ -350,9 +337,6 @@ def _watch_state_dict(unit: Unit) -> None:
     `torch.save` makes of them may be read by `torch.load`, as of torch's own."""
     torch.serialization.add_safe_globals([restored])
 
-    def saving(module: nn.Module, *_: Any) -> None:
-        unit.reshard()
-
     def loading(module: nn.Module, state: dict[str, Any], prefix: str, local: dict[str, Any], *_: Any) -> None:
         unit.reshard()
         for name, p in module._parameters.items():
@@ -361,5 +345,5 @@ def _watch_state_dict(unit: Unit) -> None:
                 new.data, state[prefix + name] = state[prefix + name], new  # assigned to itself
 
     for module in {use[0]: None for flat in unit.flats for uses in flat.uses for use in uses}:
-        module.register_state_dict_pre_hook(saving)
+        module.register_state_dict_pre_hook(lambda *_: unit.reshard())
         module.register_load_state_dict_pre_hook(loading)

@@ -2,9 +2,8 @@
 
 A flat buffer is cut wherever its shards end, also in the middle of a row, which no placement of torch's can say. So this is
 a DTensor whose local tensor is that range, [m], and whose shape is the whole tensor's. It is what `module.parameters()`
-yields between steps, and what gradients, optimizer states and a `state_dict` are made of. As with FSDP2's DTensors,
-`full_tensor()` is the whole tensor, and `to_local()` the range; Distributed Checkpoint stores it under its name and shape,
-in boxes, and loads it from any other layout. There are three kinds of torch's operations.
+yields between steps, and what gradients, optimizer states and a `state_dict` are made of. Distributed Checkpoint stores it
+under its name and shape, in boxes, and loads it from any other layout. There are three kinds of torch's operations.
 
 1. Element-wise ones (arithmetic, copies, an optimizer's foreach and fused kernels) run on the local ranges.
 2. Norms, and GradScaler's search for what is not finite, run on the local ranges and are then reduced over the ranks.
@@ -71,6 +70,7 @@ class FlatDTensor(DTensor):
         run: what its local tensor is a part of.
         counted: the tensor whose version says that this one, or a view of it, was written to. Views that are made in a
             dispatch mode have versions of their own.
+        before_write: called before an operation, by its name, writes to what optimizers were given. Raises ShardError.
     """
 
     __slots__ = ("counted", "flat_placement", "run")
@@ -79,6 +79,7 @@ class FlatDTensor(DTensor):
     run: Run | None
     norm_beside: Callable[[float, torch.dtype | None], Tensor | None] | None = None
     given = False  # to an optimizer
+    before_write: Callable[[str, Sequence[Any]], None]
 
     @classmethod
     def of(cls, local: Tensor, shape: Shape, placement: FlatPlacement, *, requires_grad: bool = False) -> Self:
@@ -113,13 +114,8 @@ class FlatDTensor(DTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return _dispatch(func, args, kwargs or {})
 
-    def before_write(self, name: str, changed: Sequence[FlatDTensor]) -> None:
-        """Called before an operation of this name writes to what optimizers were given. Raises ShardError."""
-
-    @property
-    def __tensor_flatten__(self) -> Any:
-        """Not for torch.compile; without it `module.to()` and the like assign `.data`, and swap no objects."""
-        raise AttributeError("__tensor_flatten__")
+    # This is not for torch.compile; without it `module.to()` and the like assign `.data`, and swap no objects.
+    __tensor_flatten__: Any = property()  # that cannot be read
 
     def __repr__(self) -> str:  # type: ignore[override]
         start, stop = self.flat_placement.own
@@ -176,9 +172,8 @@ class FlatDTensor(DTensor):
     # -- copies -----------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: Any) -> FlatDTensor:
-        copy = self.like(self._local_tensor.detach().clone())
-        copy.requires_grad_(self.requires_grad)
-        return copy
+        local, placement = self._local_tensor.detach().clone(), self.flat_placement
+        return FlatDTensor.of(local, self.shape, placement, requires_grad=self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """This rank's range, which the same rank may read again."""
@@ -189,15 +184,10 @@ class FlatDTensor(DTensor):
     # -- torch.distributed.checkpoint -------------------------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self._local_tensor)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for _, chunk in boxes(self.shape, *self.flat_placement.own)
-        ]
+        size, properties = self.size(), TensorProperties.create_from_tensor(self._local_tensor)
+        data = [TensorWriteData(chunk=c, properties=properties, size=size) for c in self.__create_chunk_list__()]
+        kind = WriteItemType.SHARD
+        return [WriteItem(index=MetadataIndex(fqn, d.chunk.offsets), type=kind, tensor_data=d) for d in data]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [chunk for _, chunk in boxes(self.shape, *self.flat_placement.own)]
@@ -214,13 +204,8 @@ class FlatDTensor(DTensor):
 def restored(
     local: Tensor, shape: Shape, requires_grad: bool, ranges: tuple[Range, ...], mesh: DeviceMesh, rank: Range
 ) -> FlatDTensor:
-    """A tensor that a rank had saved by `torch.save`.
-
-    Args:
-        rank: which one it was, and of how many.
-
-    Raises ShardError: this is another rank.
-    """
+    """A tensor that a rank had saved by `torch.save`; `rank`: which one it was, and of how many. Raises ShardError on
+    another."""
     now = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
     if now != tuple(rank):
         here = "there is no process group" if now is None else f"this is rank {now[0]} of {now[1]}"
@@ -511,34 +496,24 @@ def _gathered(t: Tensor) -> Tensor:
 
 
 def _viewed(func: Any, args: Any, kwargs: Any) -> Any:
-    """The same elements, or a range of them, in another shape or type."""
+    """The same elements, or a range of them, in another shape or type; of a complex number, its two parts."""
     t, placement = args[0], args[0].flat_placement
     view = func(torch.empty(t.shape, dtype=t.dtype, device="meta"), *args[1:], **kwargs)
-    if not view.is_contiguous() or view.dtype.itemsize != t.dtype.itemsize:
+    each = t.dtype.itemsize // view.dtype.itemsize  # elements of the view in one of the tensor
+    if not view.is_contiguous() or not each:
         return NotImplemented
     begin, local = view.storage_offset(), t._local_tensor.detach().view(view.dtype)
-    part = placement if view.numel() == t.numel() else placement.part(begin, begin + view.numel())
-    (start, stop), first = part.own, placement.own[0] - begin
+    part = placement if view.numel() == t.numel() else placement.part(begin, begin + view.numel(), each=each)
+    (start, stop), first = part.own, each * placement.own[0] - begin
     return t.viewed(local[start - first : stop - first], view.shape, part)
-
-
-def _as_real(func: Any, args: Any, kwargs: Any) -> FlatDTensor:
-    """Complex numbers as pairs."""
-    t: FlatDTensor = args[0]
-    ranges = tuple((2 * a, 2 * b) for a, b in t.flat_placement.ranges)
-    placement = FlatPlacement(mesh=t.flat_placement.mesh, ranges=ranges)
-    return t.viewed(func(t._local_tensor.detach()).view(-1), (*t.shape, 2), placement)
 
 
 def _empty(func: Any, args: Any, kwargs: Any) -> Any:
     """`t.new_zeros(shape)` and the like: cut as `t` is where it has as many elements, replicated otherwise."""
     t, size = args[0], torch.Size(args[1])
-    options = {"dtype": t.dtype, "device": t._local_tensor.device, **kwargs}
-    alike = size.numel() == t.numel()
-    local = t._local_tensor if alike else torch.empty(size, dtype=t.dtype, device=t._local_tensor.device)
-    options.pop("memory_format", None)
-    made = func(local, local.shape, *args[2:], **options)
-    return t.like(made, size) if alike else replicated(made, t.flat_placement.mesh.plain_mesh)
+    is_alike = size.numel() == t.numel()
+    made = func(t._local_tensor, t._local_tensor.shape if is_alike else size, *args[2:], **kwargs)
+    return t.like(made, size) if is_alike else replicated(made, t.flat_placement.mesh.plain_mesh)
 
 
 _SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
@@ -547,9 +522,8 @@ _SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten._foreach_norm: _foreach_norm,
     aten._foreach_max: lambda func, args, kwargs: [torch.max(t) for t in args[0]],
     aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
-    aten.view_as_real: _as_real,
     **dict.fromkeys((aten.detach, aten.alias), lambda func, args, kwargs: args[0].viewed(func(args[0]._local_tensor))),
     **dict.fromkeys((aten.view, aten._unsafe_view, aten._reshape_alias, aten.unsqueeze, aten.squeeze), _viewed),
-    **dict.fromkeys((aten.select, aten.slice), _viewed),
+    **dict.fromkeys((aten.select, aten.slice, aten.view_as_real), _viewed),
     **dict.fromkeys((aten.new_zeros, aten.new_empty, aten.new_ones, aten.new_full), _empty),
 }

@@ -40,9 +40,9 @@ class FlatPlacement:
         """Returns whether each rank holds the same elements by both, whatever groups they communicate in."""
         return self is other or (self.ranges == other.ranges and self.mesh.device_mesh == other.mesh.device_mesh)
 
-    def part(self, start: int, stop: int) -> FlatPlacement:
-        """The placement of elements [start, stop), counted from `start`."""
-        cut = [(max(a, start) - start, min(b, stop) - start) for a, b in self.ranges]
+    def part(self, start: int, stop: int, *, each: int = 1) -> FlatPlacement:
+        """The placement of elements [start, stop), counted from `start`, where each one was cut into so many before."""
+        cut = [(max(a * each, start) - start, min(b * each, stop) - start) for a, b in self.ranges]
         return FlatPlacement(mesh=self.mesh, ranges=tuple((a, b) if a < b else (0, 0) for a, b in cut))
 
 
@@ -144,6 +144,9 @@ def _join(tensors: Sequence[Any], like: Run) -> Run | None:
 
 
 class _Conversion(torch.autograd.Function):
+    """`there` of a tensor, whose gradient is `back` of that of the result. `back` must not hold the tensor, which may be
+    written to in place, and then depend on the result."""
+
     @staticmethod
     def forward(ctx: Any, t: Tensor, there: Callable[[Any], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.back = back
@@ -155,11 +158,7 @@ class _Conversion(torch.autograd.Function):
         return ctx.back(grad), None, None
 
 
-def converted(t: Tensor, there: Callable[[Any], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-    """`there` of a tensor, whose gradient is `back` of that of the result. `back` must not hold `t`, which may be written to
-    in place, and then depend on the result."""
-    result: Tensor = _Conversion.apply(t, there, back)  # type: ignore[no-untyped-call]
-    return result
+converted: Callable[..., Tensor] = _Conversion.apply
 
 
 def mean_over_ranks(grad: Tensor, mesh: DeviceMesh) -> Tensor:

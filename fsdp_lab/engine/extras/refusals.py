@@ -44,15 +44,6 @@ def of_arguments(
             yield f"ignored_params has a {type(p).__name__}; give parameters, as of module.parameters()"
 
 
-def of_call(
-    modules: Sequence[nn.Module], taken: Sequence[Taken], mesh: ShardMesh, policy: ShardPolicy, inside: Iterable[Unit]
-) -> Iterator[str]:
-    """Refuses parameters that are taken, and units that are inside."""
-    yield from of_parameters(taken)
-    yield from of_mapping(taken, mesh, policy) if policy.map_shards else ()
-    yield from of_units(modules, mesh, policy, inside)
-
-
 def of_parameters(taken: Iterable[Taken]) -> Iterator[str]:
     """Parameters of which a range of elements is not a meaningful part, as of classes that compute in their own way, or
     pack numbers into integers."""
@@ -76,7 +67,9 @@ def of_parameters(taken: Iterable[Taken]) -> Iterator[str]:
 
 
 def of_mapping(taken: Iterable[Taken], mesh: ShardMesh, policy: ShardPolicy) -> Iterator[str]:
-    """Why gathered parameters cannot be the shards where they lie."""
+    """Why gathered parameters cannot be the shards where they lie, if they are to be."""
+    if not policy.map_shards:
+        return
     shares = mesh.device.type == "cpu" and (mesh.shard_group is None or mesh.buffer_pool is not None)
     if not shares or policy.offload != OffloadPolicy.NONE or mesh.post_forward_group is not None:
         yield ("map_shards is for ranks on CPUs that share memory, as by fsdp_lab.init_process_group(), without "
