@@ -95,7 +95,7 @@ FAULTS = (
           old="        return not self.is_view_of_master and self._gathered_version != self.master._version",
           new="        return False", tests=("tests/engine/test_loops.py",)),
     Fault("rate limiter ignored", "schedule: units are gathered ahead however many are gathered already",
-          old="        return self.limit == 0 or gathered < self.limit + 1", new="        return True",
+          old="        room = self.rules.limit + 1 - counted if self.rules.limit else depth", new="        room = depth",
           tests=("tests/engine/test_schedule.py",)),
     Fault("stale optimizer state", "backends: a switch carries the parameters and not the optimizer's moments",
           old="in ((state.PARAM, names), *((slot, stepped) for slot in self._slots if stepped)):",

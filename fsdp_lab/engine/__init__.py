@@ -15,7 +15,6 @@ It needs torch only. To install it alone, in a clone: `pip install torch && pip 
 What cannot be done raises a `ShardError`, which says what to do.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,4 +23,6 @@ else:  # a type checker would take any name for one of `__getattr__`
 
     def __getattr__(name: str) -> object:
         """Imports them at the first use of one: Specs and the planner read the schedule where torch is not installed."""
-        return getattr(import_module("fsdp_lab.engine.extras"), name)
+        import fsdp_lab.engine.extras as extras
+
+        return getattr(extras, name)

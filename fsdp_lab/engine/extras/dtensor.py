@@ -34,8 +34,8 @@ from torch.utils import _pytree as pytree
 from fsdp_lab.engine.collectives import ShardError
 from fsdp_lab.engine.extras.placement import (
     FlatPlacement,
+    FlatRun,
     Replica,
-    Run,
     boxes,
     by_name,
     by_run,
@@ -76,7 +76,7 @@ class FlatDTensor(DTensor):
     __slots__ = ("counted", "flat_placement", "run")
     flat_placement: FlatPlacement
     counted: Tensor
-    run: Run | None
+    run: FlatRun | None
     norm_beside: Callable[[float, torch.dtype | None], Tensor | None] | None = None
     given = False  # to an optimizer
     before_write: Callable[[str, Sequence[Any]], None]
@@ -91,7 +91,13 @@ class FlatDTensor(DTensor):
 
     @classmethod
     def _made(
-        cls, local: Tensor, spec: Any, placement: FlatPlacement, run: Run | None = None, *, requires_grad: bool = False
+        cls,
+        local: Tensor,
+        spec: Any,
+        placement: FlatPlacement,
+        run: FlatRun | None = None,
+        *,
+        requires_grad: bool = False,
     ) -> Self:
         make: Any = DTensor.__new__
         made: Self = make(cls, local, spec, requires_grad=requires_grad)

@@ -25,7 +25,7 @@ from fsdp_lab.engine.buffer import FlatBuffer, Gradients
 from fsdp_lab.engine.collectives import ShardError
 from fsdp_lab.engine.extras.dtensor import FlatDTensor
 from fsdp_lab.engine.extras.optimizers import Steppable
-from fsdp_lab.engine.extras.placement import FlatPlacement, Norms, Run
+from fsdp_lab.engine.extras.placement import FlatPlacement, FlatRun, Norms
 from fsdp_lab.engine.layout import Range
 
 
@@ -349,7 +349,7 @@ class ShardedGradients(Gradients):
     def mark_runs(self, flat: Tensor, tensors: Sequence[FlatDTensor]) -> None:
         """flat: [n], of which these tensors are ranges."""
         for own, some, order in self._runs:
-            run = Run(flat[slice(*own)], order)
+            run = FlatRun(flat[slice(*own)], order)
             for i in some:
                 tensors[i].run = run
 

@@ -68,7 +68,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Range, 
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class FlatRun:
     """flat: [sum of m], the local tensors [m] of sharded ones; order: the placements of these, the same object in all runs
     that are computed together."""
 
@@ -112,27 +112,27 @@ def by_run(arg: Any, cuts: Sequence[slice]) -> Any:
 
 def parts_of(
     results: Sequence[Tensor], likes: Sequence[Any], cuts: Sequence[slice]
-) -> tuple[list[Tensor], list[Run | None]]:
+) -> tuple[list[Tensor], list[FlatRun | None]]:
     """The local tensors that were computed together, and the run in which each lies."""
-    parts, runs = list[Tensor](), list[Run | None]()
+    parts, runs = list[Tensor](), list[FlatRun | None]()
     for result, cut in zip(results, cuts, strict=True):
         like = likes[cut]
         parts += result.split_with_sizes([t._local_tensor.numel() for t in like])
-        runs += repeat(Run(result, like[0].run.order) if len(like) > 1 else None, len(like))
+        runs += repeat(FlatRun(result, like[0].run.order) if len(like) > 1 else None, len(like))
     return parts, runs
 
 
-def _is_one(runs: Sequence[Run | None], like: Run) -> bool:
+def _is_one(runs: Sequence[FlatRun | None], like: FlatRun) -> bool:
     return runs[0] is not None and runs[0].order is like.order and runs.count(runs[0]) == len(runs)
 
 
-def _join(tensors: Sequence[Any], like: Run) -> Run | None:
+def _join(tensors: Sequence[Any], like: FlatRun) -> FlatRun | None:
     """Bring the local tensors of states together. None where somebody else holds one of them, or its memory."""
     alone: list[Any] = [t._local_tensor for t in tensors]
     if any(t._use_count() > 1 or torch._C._storage_Use_Count(t.untyped_storage()._cdata) > 2 for t in alone):
         return None
     flat = torch.empty(sum(t.numel() for t in alone), dtype=alone[0].dtype, device=alone[0].device)
-    parts, run = flat.split_with_sizes([t.numel() for t in alone]), Run(flat, like.order)
+    parts, run = flat.split_with_sizes([t.numel() for t in alone]), FlatRun(flat, like.order)
     torch._foreach_copy_(parts, alone)
     for t, part, placement in zip(tensors, parts, like.order, strict=True):
         t._local_tensor = t.counted = part
