@@ -56,8 +56,8 @@ from fsdp_lab.engine.mesh import ShardMesh, gather_parts, letting_go
 
 Shape = Sequence[int]
 aten: Any = torch.ops.aten
-_HELD = ("_local_tensor", "_spec", "flat_placement", "counted")  # what a tensor is made of
-_local_tensor, _spec, _flat_placement, _counted = map(operator.attrgetter, _HELD)
+_HELD = ("_local_tensor", "_spec", "flat_placement", "counted", "run")  # what a tensor is made of
+_local_tensor, _spec, _flat_placement, _counted = map(operator.attrgetter, _HELD[:4])
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")  # libraries of operations
 
 
@@ -73,7 +73,6 @@ class FlatDTensor(DTensor):
         before_write: called before an operation, by its name, writes to what optimizers were given. Raises ShardError.
     """
 
-    __slots__ = ("counted", "flat_placement", "run")
     flat_placement: FlatPlacement
     counted: Tensor
     run: FlatRun | None

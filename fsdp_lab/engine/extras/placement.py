@@ -75,6 +75,9 @@ class FlatRun:
     flat: Tensor
     order: tuple[FlatPlacement, ...]
 
+    def __deepcopy__(self, memo: Any) -> None:
+        """Copies of the tensors lie elsewhere."""
+
 
 def cuts_of(args: Iterable[Any], placements: Sequence[FlatPlacement], changed: int) -> list[slice]:
     """How lists of tensors with these placements are computed: a run at a time, or one tensor; empty where nothing is a run.
