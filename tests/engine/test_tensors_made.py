@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fsdp_lab.bench.host import tensors_made
-from fsdp_lab.engine import sharded_parameters, units_of
+from fsdp_lab.engine import flats_of, full_state, sharded_parameters, units_of
 from tests.engine.toys import Net, batch, by_block, make, mean_square
 from tests.pool import Place, Pool
 
@@ -48,3 +48,29 @@ def test_a_settled_step_of_single_parameters_makes_only_what_adamw_itself_does(f
     """A square root of each second moment, which it also divides where it goes by single tensors; no gradient."""
     for counts, _, _, parameters, _ in pool.run(made, 2, False, foreach):
         assert max(counts) <= (1 if foreach else 2) * parameters
+
+
+def computed(place: Place, foreach: bool) -> tuple[dict[str, torch.Tensor], list[int], int, int, bool]:
+    """Values after three steps, before the last of which somebody holds a moment that was loaded; how many tensors each
+    computed first moments with; how many buffers and parameters there are; whether what is held is the moment still."""
+    model, x = by_block(make(Net)), batch(0, place.rank)
+    parameters, tensors = list(model.parameters()), list[int]()
+    optimizer, held = torch.optim.AdamW(parameters, foreach=foreach), parameters[0]
+    for i in range(3):
+        if i == 2:
+            optimizer.load_state_dict(optimizer.state_dict())
+            held = optimizer.state[parameters[0]]["exp_avg"].to_local()
+        mean_square(model, x).backward()
+        with torch.autograd.profiler.profile() as profiler:
+            optimizer.step()
+        tensors.append(sum(event.name == "aten::lerp_" for event in profiler.function_events))
+        optimizer.zero_grad()
+    same = torch.equal(held, optimizer.state[parameters[0]]["exp_avg"].to_local())
+    return dict(full_state(model)), tensors, len(flats_of(model)), len(parameters), same
+
+
+def test_a_list_is_computed_a_run_at_a_time_unless_somebody_holds_a_state_with_the_same_bits(pool: Pool) -> None:
+    in_lists, one_by_one = (pool.run(computed, 2, foreach) for foreach in (True, False))
+    for (values, tensors, flats, parameters, same), (single, *_) in zip(in_lists, one_by_one, strict=True):
+        assert flats <= tensors[0] == tensors[1] < tensors[2] < parameters, "padding ends a run"
+        assert same and all(torch.equal(values[name], single[name]) for name in single)
