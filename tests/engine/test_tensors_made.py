@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ def computed(place: Place, foreach: bool) -> tuple[dict[str, torch.Tensor], list
     optimizer, held = torch.optim.AdamW(parameters, foreach=foreach), parameters[0]
     for i in range(3):
         if i == 2:
-            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
             held = optimizer.state[parameters[0]]["exp_avg"].to_local()
         mean_square(model, x).backward()
         with torch.autograd.profiler.profile() as profiler:
