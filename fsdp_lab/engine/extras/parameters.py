@@ -234,12 +234,10 @@ class ShardedGradients(Gradients):
 
     def __init__(self, flat: FlatBuffer) -> None:
         super().__init__(flat)
-        self._given: dict[int, FlatDTensor] = {}  # gradients that a caller set
-        self._apart: set[int] = set()  # parameters of which `reduced` has none, or another than theirs
+        self._apart: dict[int, FlatDTensor | None] = {}  # what a caller set, of which `reduced` has none, or another
         self.shown: list[FlatDTensor] | None = None  # the gradients of all parameters, where all have one of `reduced`
         self._views: list[Any] = [None] * len(self.layout.slots)  # of `_viewed`, by parameter
         self._viewed: Tensor | None = None
-        self._views_dtype = self.master.dtype
         self._region_views: dict[Hashable, FlatDTensor] = {}  # of `reduced`
         self.read_by: set[type] = set()  # the forms in which optimizers have read these gradients
         self.stepped_as: dict[Hashable, type] = {}  # by group: the form in which one stepped by them
@@ -265,28 +263,27 @@ class ShardedGradients(Gradients):
 
     def clear(self) -> None:
         super().clear()
-        self._given, self._apart, self._region_views = {}, set(), {}
-        self.shown, self.read_by, self.stepped_as = None, set(), {}
+        self._apart, self.shown, self._region_views = {}, None, {}
+        self.read_by, self.stepped_as = set(), {}
         self._take_back_views()
 
     def accumulate(self, shard: Tensor, arrived: frozenset[int], counts: Tensor | None) -> None:
-        self.shown, self._region_views, self.read_by, self.stepped_as = None, {}, set(), {}
-        apart = {i: shard[slice(*self._own[i])] for i in self._apart}
-        parts = {i: part.clone() for i, part in apart.items()}
-        for part in apart.values():
-            part.zero_()  # what `reduced` has of it may be held by a caller
+        self.read_by, self.stepped_as = set(), {}
+        parts = {i: self._view(shard[slice(*self._own[i])].clone(), i) for i in self._apart}
+        for i in parts:
+            shard[slice(*self._own[i])] = 0  # what `reduced` has of it may be held by a caller
         super().accumulate(shard, arrived, counts)
         for i in filter(self.has_gradient, parts):
-            self._given.setdefault(i, self._view(torch.zeros_like(parts[i]), i)).add_(self._view(parts[i], i))
+            given = self._apart[i]
+            self._apart[i] = parts[i] if given is None else given.add_(parts[i])
 
     def local(self) -> Tensor | None:
         """[n], zero in padding and where a parameter has no gradient; None where none has."""
         if self._apart and self._present:
             merged = torch.zeros_like(self.master) if self.reduced is None else self.reduced.clone()
-            for i in self._apart:
-                given = self._given.get(i)
+            for i, given in self._apart.items():
                 merged[slice(*self._own[i])] = 0 if given is None else given.to_local()
-            self.reduced, self._given, self._apart, self.shown, self._region_views = merged, {}, set(), None, {}
+            self.reduced, self._apart = merged, {}
         return self.reduced
 
     def upcast(self) -> None:
@@ -298,8 +295,8 @@ class ShardedGradients(Gradients):
         """The reduced gradient of a parameter: what was set, or a view."""
         if i not in self._present and not (self._unread and self.has_gradient(i)):
             return None
-        if self._given and i in self._given:
-            return self._given[i]
+        if i in self._apart:
+            return self._apart[i]
         if self._viewed is not self.reduced:
             self._view_reduced()
         if not self._apart and len(self._present) == len(self._own):
@@ -322,10 +319,9 @@ class ShardedGradients(Gradients):
         self._take_back_views()
         norms, self._viewed = Norms(reduced, self._own, self.mesh), reduced
         parts = (*reduced.split_with_sizes(self._shard_sizes), reduced[:0])
-        like, self._views_dtype = reduced.dtype == self._views_dtype, reduced.dtype
         for i, view in enumerate(self._views):
             part = parts[self._chunk_of[i]]
-            if view is None or not like:
+            if view is None or view.dtype != part.dtype:
                 view = self._views[i] = self._view(part, i)
             view._local_tensor = view.counted = part
             view.norm_beside = partial(norms.norm, i)
@@ -356,19 +352,15 @@ class ShardedGradients(Gradients):
     def set_gradient(self, i: int, value: Tensor | None) -> None:
         """A value, whole or cut as the parameter is; None: forget it."""
         given = None if value is None else self._cut(i, value)
-        if self._unread:
-            self.has_gradient(i)
-        self.shown, self._region_views = None, {}
-        self._given.pop(i, None)
         self._present.discard(i)
-        self._apart.add(i)
-        if given is not None:
-            self._given[i] = given
-            self._present.add(i)
-        if self._present <= self._given.keys():  # nothing of it is a gradient any more
-            kept, present = self._given, self._present
+        if self._unread:
+            self.has_gradient(i)  # reads all counts
+        (self._present.discard if given is None else self._present.add)(i)
+        self._apart[i], self.shown, self._region_views = given, None, {}
+        if self._present <= self._apart.keys():  # nothing of `reduced` is a gradient any more
+            kept = {j: self._apart[j] for j in self._present}
             self.clear()
-            self._given, self._present, self._apart = kept, present, set(kept)
+            self._apart, self._present = kept, set(kept)
 
     def _cut(self, i: int, value: Tensor) -> FlatDTensor:
         """The value itself, where it is cut as the parameter is."""
