@@ -9,9 +9,10 @@ and regions show the same gradients; setting one to None forgets it.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from fsdp_lab.engine.collectives import ShardError
 from fsdp_lab.engine.extras.dtensor import FlatDTensor
 from fsdp_lab.engine.extras.optimizers import Steppable
 from fsdp_lab.engine.extras.placement import FlatPlacement, FlatRun, Norms
+from fsdp_lab.engine.layout import Range
 
 
 class ShardedParameter(Steppable):
@@ -181,11 +183,7 @@ class ShardedBuffer(FlatBuffer):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._mark_runs()
-
-    def _mark_runs(self) -> None:
-        for i, _, run in self.gradients.parts(self.master):
-            self.sharded[i].run = run
+        self.gradients.mark_runs(self.master, self.sharded)
 
     def _make_gathered(self) -> Any:
         pool: Any = self.mesh.buffer_pool
@@ -222,7 +220,7 @@ class ShardedBuffer(FlatBuffer):
         made = self.sharded[i] = leaf.sharded = self._make_sharded(i, requires_grad=old.requires_grad)
         self.gradients.regions[made.group] = self.gradients.region(made.group)
         self._show(self.sharded)
-        self._mark_runs()
+        self.gradients.mark_runs(self.master, self.sharded)
         return made
 
 
@@ -245,6 +243,9 @@ class ShardedGradients(Gradients):
         self.stepped_as: dict[Hashable, type] = {}  # by group: the form in which one stepped by them
         layout, mesh = self.layout, self.mesh
         self._own = [layout.in_shard(slot, mesh.shard_rank) for slot in layout.slots]
+        cuts = sorted({0, layout.shard_numel, *(end for own in self._own for end in own)})
+        self._shard_sizes = [stop - start for start, stop in itertools.pairwise(cuts)]
+        self._chunk_of = [cuts.index(start) if start < stop else -1 for start, stop in self._own]
         self._nothing = self.master[:0]
         self._whole = FlatPlacement(mesh=mesh, ranges=tuple(map(layout.shard, range(layout.factor))))
         self.placements = [self._whole.part(slot.offset, slot.stop) for slot in layout.slots]
@@ -317,37 +318,36 @@ class ShardedGradients(Gradients):
         reduced: Any = self.reduced
         self._take_back_views()
         norms, self._viewed = Norms(reduced, self._own, self.mesh), reduced
-        for i, part, run in self.parts(reduced):
-            view = self._views[i]
+        parts = (*reduced.split_with_sizes(self._shard_sizes), reduced[:0])
+        for i, view in enumerate(self._views):
+            part = parts[self._chunk_of[i]]
             if view is None or view.dtype != part.dtype:
                 view = self._views[i] = self._view(part, i)
-            view._local_tensor, view.counted, view.run = part, part, run
+            view._local_tensor = view.counted = part
             view.norm_beside = partial(norms.norm, i)
+        self.mark_runs(reduced, self._views)
 
-    def _find_runs(self) -> list[tuple[int, list[int], list[int], tuple[FlatPlacement, ...]]]:
-        """Parameters of a group with nothing between their ranges in the shard: where these begin, their sizes, numbers and
-        placements."""
-        runs: list[tuple[int, list[int]]] = []
+    def _find_runs(self) -> list[tuple[Range, list[int], tuple[FlatPlacement, ...]]]:
+        """Parameters of a group with nothing between their ranges in the shard: the range of all, numbers, placements."""
+        found: list[tuple[Range, list[int]]] = []
         for members in self._members.values():
-            end = -1
+            found.append(((0, 0), []))
             for i in members:
-                start, stop = self._own[i]
-                if end < 0 or start not in (end, stop):
-                    runs.append((start, []))
-                runs[-1][1].append(i)
-                end = max(end, stop)
-        sizes = [stop - start for start, stop in self._own]
-        return [
-            (begin, [sizes[i] for i in some], some, tuple(self.placements[i] for i in some)) for begin, some in runs
-        ]
+                (begin, end), (start, stop) = found[-1][0], self._own[i]
+                if begin == end:  # nothing in it yet
+                    found[-1] = (start, stop), [*found[-1][1], i]
+                elif start in (end, stop):
+                    found[-1] = (begin, max(end, stop)), [*found[-1][1], i]
+                else:
+                    found.append(((start, stop), [i]))
+        return [(own, some, tuple(self.placements[i] for i in some)) for own, some in found if len(some) > 1]
 
-    def parts(self, flat: Tensor) -> Iterator[tuple[int, Tensor, FlatRun | None]]:
-        """flat: [n]. The number of each parameter, its range of it, [m], and in which run that lies."""
-        for begin, sizes, some, order in self._runs:
-            joined: Any = flat[begin : begin + sum(sizes)]
-            run = FlatRun(joined, order) if len(order) > 1 else None
-            for i, part in zip(some, joined.split_with_sizes(sizes), strict=True):
-                yield i, part, run
+    def mark_runs(self, flat: Tensor, tensors: Sequence[FlatDTensor]) -> None:
+        """flat: [n], of which these tensors are ranges."""
+        for own, some, order in self._runs:
+            run = FlatRun(flat[slice(*own)], order)
+            for i in some:
+                tensors[i].run = run
 
     def set_gradient(self, i: int, value: Tensor | None) -> None:
         """A value, whole or cut as the parameter is; None: forget it."""
