@@ -274,7 +274,7 @@ class ShardedGradients(Gradients):
             shard[slice(*self._own[i])] = 0  # what `reduced` has of it may be held by a caller
         super().accumulate(shard, arrived, counts)
         for i in filter(self.has_gradient, parts):
-            given = self._apart[i]
+            given: Any = self._apart[i]
             self._apart[i] = parts[i] if given is None else given.add_(parts[i])
 
     def local(self) -> Tensor | None:
