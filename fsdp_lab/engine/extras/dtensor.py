@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
-from torch import Tensor, distributed as dist
+from torch import Tensor, distributed as dist, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
@@ -177,8 +177,11 @@ class FlatDTensor(DTensor):
     # -- copies -----------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: Any) -> FlatDTensor:
+        """Of a parameter one of nobody's, with the values of now, such as an anchor to stay close to."""
         local, placement = self._local_tensor.detach().clone(), self.flat_placement
-        return FlatDTensor.of(local, self.shape, placement, requires_grad=self.requires_grad)
+        copy: Any = FlatDTensor.of(local, self.shape, placement, requires_grad=self.requires_grad)
+        copy._is_param = isinstance(self, nn.Parameter)
+        return copy  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """This rank's range, which the same rank may read again."""

@@ -102,12 +102,6 @@ class ShardedParameter(Steppable):
         """The parameter's name in the root module."""
         return str(self.flat.names[self.number])
 
-    def __deepcopy__(self, memo: Any) -> FlatDTensor:
-        """A parameter of nobody's, with the values of now, such as an anchor to stay close to."""
-        copy: Any = super().__deepcopy__(memo)
-        copy._is_param = True
-        return copy  # type: ignore[no-any-return]
-
 
 class UnshardedParameter(LeafOfSharded):
     """What modules hold while their unit is gathered: a leaf of autograd, which an optimizer cannot use."""
