@@ -36,15 +36,12 @@ class ShardedParameter(Steppable):
     flat: ShardedBuffer  # that made it
     number: int  # which of the buffer's parameters
     gradients: ShardedGradients
-    is_replaced = False  # by `load_state_dict(assign=True)`
     seen: list[weakref.ref[Any]]  # what `.data` was, where somebody holds it
 
     @property
     def grad(self) -> Tensor | None:
         """The reduced gradient; with what autograd added to this tensor itself, as for a penalty on weights."""
         gradients = self.gradients
-        if self.is_replaced:
-            raise _replaced(self.fqn)
         if self.given:
             gradients.read_by.add(ShardedParameter)
         return gradients.gradient(self.number) if gradients.shown is None else gradients.shown[self.number]
@@ -93,7 +90,7 @@ class ShardedParameter(Steppable):
         """Registers a hook that is called when the gradient has been reduced."""
         handle = RemovableHandle(self.flat.reduce_hooks)
         self.flat.reduce_hooks[handle.id] = lambda: (
-            hook(self) if self.gradients.has_gradient(self.number) and not self.is_replaced else None
+            hook(self) if self.flat.sharded[self.number] is self and self.gradients.has_gradient(self.number) else None
         )
         return handle
 
@@ -139,8 +136,6 @@ class Region(Steppable):
     @property
     def grad(self) -> Tensor | None:
         """Raises ShardError where some of the region's parameters have a gradient, and others have none."""
-        if self.gradients.regions[self.group] is not self:
-            raise _replaced("a part of it")
         if self.given:
             self.gradients.read_by.add(Region)
         return self.gradients.gradient_of_region(self.group)
@@ -153,12 +148,17 @@ class Region(Steppable):
         raise ShardError("a flat parameter is a part of its model, and not copied; take values from full_state(model)")
 
 
-def _replaced(name: str) -> ShardError:
-    """The error for parameters that an optimizer has from before the model was sharded."""
-    return ShardError(
-        f"load_state_dict(assign=True) has put other parameters into the model, and this is {name} from before; make the "
-        "optimizer afterwards, or load without assign=True"
-    )
+class _Replaced:
+    """Stands for the gradients of what an optimizer has from before `load_state_dict(assign=True)`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, _: str) -> Any:
+        raise ShardError(
+            f"load_state_dict(assign=True) has put other parameters into the model, and this is {self._name} from before; "
+            "make the optimizer afterwards, or load without assign=True"
+        )
 
 
 class ShardedBuffer(FlatBuffer):
@@ -209,9 +209,10 @@ class ShardedBuffer(FlatBuffer):
     def replace(self, i: int) -> ShardedParameter:
         """Let modules hold another object for a parameter, as `load_state_dict(assign=True)` does; the values stay. What the
         caller gave to an optimizer before is refused at its step, which else would go on or do nothing."""
-        old, leaf = self.sharded[i], self.parameters[i]
-        old.is_replaced = True
-        made = self.sharded[i] = leaf.sharded = self._make_sharded(i, requires_grad=old.requires_grad)
+        old: Any = self.sharded[i]
+        region: Any = self.gradients.regions[old.group]
+        old.gradients, region.gradients = _Replaced(old.fqn), _Replaced("a part of it")
+        made = self.sharded[i] = self.parameters[i].sharded = self._make_sharded(i, requires_grad=old.requires_grad)
         self.gradients.regions[made.group] = self.gradients.region(made.group)
         self._show(self.sharded)
         self.gradients.mark_runs(self.master, self.sharded)
