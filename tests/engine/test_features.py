@@ -336,6 +336,20 @@ def a_parameter_that_some_ranks_use(place: Place) -> None:
     train_beside(place, model, loss=loss, steps=4, at_step=at_step, make_optimizer=ADAMW, before_update=check)
 
 
+def gradients_that_are_set_where_ranks_used_others(place: Place) -> None:
+    """What came on another rank alone is still there, and what was forgotten does not come back."""
+    model: Any = Doors()
+    model.door = place.rank % 2
+    fully_shard(model)
+    for value in (None, torch.zeros(())):
+        model(batch(0, place.rank)).sum().backward()
+        for p in model.left.parameters():
+            p.grad = None if value is None else value.expand(p.shape)
+        assert all(p.grad is not None for p in model.right.parameters()) == (place.world_size > 1)
+        assert all((p.grad is None) == (value is None) for p in model.left.parameters())
+        model.zero_grad()
+
+
 def tied(*pairs: tuple[str, str]) -> Any:
     model = make()
     for one, other in pairs:

@@ -165,11 +165,8 @@ def sharded_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 def parameter_groups(module: nn.Module) -> dict[Hashable, list[nn.Parameter]]:
     """The flat shards by optimizer group: `[{"params": groups["decay"], "weight_decay": 0.1}, ...]`."""
-    groups: dict[Hashable, list[nn.Parameter]] = {}
     regions: list[Any] = sharded_parameters(module)
-    for region in regions:
-        groups.setdefault(region.group, []).append(region)
-    return groups
+    return {region.group: [r for r in regions if r.group == region.group] for region in regions}
 
 
 def original_parameters(module: nn.Module) -> list[ShardedParameter]:

@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, Self
 
 import torch
-from torch import Tensor, distributed as dist
+from torch import Tensor, distributed as dist, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
@@ -57,7 +56,7 @@ from fsdp_lab.engine.mesh import ShardMesh, gather_parts, letting_go
 Shape = Sequence[int]
 aten: Any = torch.ops.aten
 _HELD = ("_local_tensor", "_spec", "flat_placement", "counted", "run")  # what a tensor is made of
-_local_tensor, _spec, _flat_placement, _counted = map(operator.attrgetter, _HELD[:4])
+_spec, _flat_placement, _counted = map(operator.attrgetter, _HELD[1:4])
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")  # libraries of operations
 
 
@@ -177,8 +176,11 @@ class FlatDTensor(DTensor):
     # -- copies -----------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: Any) -> FlatDTensor:
+        """Of a parameter one of nobody's, with the values of now, such as an anchor to stay close to."""
         local, placement = self._local_tensor.detach().clone(), self.flat_placement
-        return FlatDTensor.of(local, self.shape, placement, requires_grad=self.requires_grad)
+        copy: Any = FlatDTensor.of(local, self.shape, placement, requires_grad=self.requires_grad)
+        copy._is_param = isinstance(self, nn.Parameter)
+        return copy  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """This rank's range, which the same rank may read again."""
@@ -300,8 +302,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], changed: list
     if name.startswith(("_foreach_", "_fused_")):
         return _on_lists(func, args, kwargs)
     is_pointwise = torch.Tag.pointwise in func.tags or packet in _POINTWISE
-    if is_pointwise and (like := _like(func, args, kwargs)) is not None:
-        return _on_ranges(func, args, kwargs, like)
+    if is_pointwise and (result := _on_ranges(func, args, kwargs)) is not NotImplemented:
+        return result
     if torch.Tag.nondeterministic_seeded in func.tags and name.endswith("_") and isinstance(args[0], FlatDTensor):
         return _draw(func, args, kwargs)
     return _on_whole(func, args, kwargs, changed)
@@ -315,18 +317,16 @@ _COPIES = (
 _POINTWISE = {getattr(aten, name) for name in _COPIES.split()}  # beside those that torch says are
 
 
-def _like(func: Any, args: Any, kwargs: Any) -> FlatDTensor | None:
-    """The argument as which the result is cut; None where what is written, or the result's shape, is another."""
+def _on_ranges(func: Any, args: Any, kwargs: Any) -> Any:
+    """NotImplemented where what is written, or the result's shape, is cut otherwise than all sharded arguments."""
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     like = [*written(func, args, kwargs), *(t for t in tensors if isinstance(t, FlatDTensor))][0]
-    broadcast: Any = torch.broadcast_shapes
-    with suppress(RuntimeError):
-        if isinstance(like, FlatDTensor) and like.shape == broadcast(*(t.shape for t in tensors)):
-            return like
-    return None
-
-
-def _on_ranges(func: Any, args: Any, kwargs: Any, like: FlatDTensor) -> Any:
+    try:
+        shape = torch.broadcast_shapes(*(t.shape for t in tensors))  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return NotImplemented
+    if not isinstance(like, FlatDTensor) or like.shape != shape:
+        return NotImplemented
     local_args, local_kwargs = pytree.tree_map_only(Tensor, lambda t: _range(t, like), (args, kwargs))
     local_kwargs.pop("memory_format", None)  # a range has one dimension
     local = func(*local_args, **local_kwargs)
@@ -370,15 +370,16 @@ def _on_equal_lists(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     try:
         placements = [*map(_flat_placement, first)]
-        local_args = [_local_list(a, placements) for a in args]
-        local_kwargs = {k: _local_list(v, placements) for k, v in kwargs.items()}
-    except AttributeError:  # another tensor is among them
+        are_alike = all(_is_alike(a, placements) for a in (*args, *kwargs.values()))
+    except AttributeError:  # another tensor is in a list
+        are_alike = False
+    if not are_alike:
         return NotImplemented
     changed = [some for some in writable(func, args, kwargs) if some and isinstance(some[0], FlatDTensor)]
     if changed and changed[0][0].given:
         changed[0][0].before_write(name.removeprefix("aten::"), changed[0])
     cuts = cuts_of(args, placements, len(changed)) if name.startswith("aten::_foreach_") else ()
-    results = func(*((by_run(a, cuts) for a in args) if cuts else local_args), **local_kwargs)
+    results = func(*(by_run(a, cuts) for a in args), **{k: by_run(v, cuts) for k, v in kwargs.items()})
     for some in changed:
         torch.autograd.graph.increment_version([*map(_counted, some)])
     if results is None:
@@ -389,17 +390,12 @@ def _on_equal_lists(func: Any, args: Any, kwargs: Any) -> Any:
     return [*map(FlatDTensor._made, parts, map(_spec, first), placements, runs)]
 
 
-def _local_list(a: Any, placements: list[FlatPlacement]) -> Any:
-    """The local ranges of tensors with these placements; numbers, and the counts of steps, as they are. Raises
+def _is_alike(a: Any, placements: list[FlatPlacement]) -> bool:
+    """Returns whether an argument is tensors with these placements, or numbers, or the counts of steps. Raises
     AttributeError."""
-    if isinstance(a, Tensor):
-        raise AttributeError
-    is_list = isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)
-    if not is_list or all(type(t) is Tensor and not t.dim() for t in a):
-        return a
-    if [*map(_flat_placement, a)] != placements:
-        raise AttributeError
-    return [*map(_local_tensor, a)]
+    if not isinstance(a, (list, tuple)) or not a or not isinstance(a[0], Tensor):
+        return not isinstance(a, Tensor)
+    return all(type(t) is Tensor and not t.dim() for t in a) or [*map(_flat_placement, a)] == placements
 
 
 def _draw(func: Any, args: Any, kwargs: Any) -> Any:

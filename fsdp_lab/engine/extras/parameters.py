@@ -36,15 +36,12 @@ class ShardedParameter(Steppable):
     flat: ShardedBuffer  # that made it
     number: int  # which of the buffer's parameters
     gradients: ShardedGradients
-    is_replaced = False  # by `load_state_dict(assign=True)`
     seen: list[weakref.ref[Any]]  # what `.data` was, where somebody holds it
 
     @property
     def grad(self) -> Tensor | None:
         """The reduced gradient; with what autograd added to this tensor itself, as for a penalty on weights."""
         gradients = self.gradients
-        if self.is_replaced:
-            raise _replaced(self.fqn)
         if self.given:
             gradients.read_by.add(ShardedParameter)
         return gradients.gradient(self.number) if gradients.shown is None else gradients.shown[self.number]
@@ -93,7 +90,7 @@ class ShardedParameter(Steppable):
         """Registers a hook that is called when the gradient has been reduced."""
         handle = RemovableHandle(self.flat.reduce_hooks)
         self.flat.reduce_hooks[handle.id] = lambda: (
-            hook(self) if self.gradients.has_gradient(self.number) and not self.is_replaced else None
+            hook(self) if self.flat.sharded[self.number] is self and self.gradients.has_gradient(self.number) else None
         )
         return handle
 
@@ -101,12 +98,6 @@ class ShardedParameter(Steppable):
     def fqn(self) -> str:
         """The parameter's name in the root module."""
         return str(self.flat.names[self.number])
-
-    def __deepcopy__(self, memo: Any) -> FlatDTensor:
-        """A parameter of nobody's, with the values of now, such as an anchor to stay close to."""
-        copy: Any = super().__deepcopy__(memo)
-        copy._is_param = True
-        return copy  # type: ignore[no-any-return]
 
 
 class UnshardedParameter(LeafOfSharded):
@@ -145,8 +136,6 @@ class Region(Steppable):
     @property
     def grad(self) -> Tensor | None:
         """Raises ShardError where some of the region's parameters have a gradient, and others have none."""
-        if self.gradients.regions[self.group] is not self:
-            raise _replaced("a part of it")
         if self.given:
             self.gradients.read_by.add(Region)
         return self.gradients.gradient_of_region(self.group)
@@ -159,12 +148,17 @@ class Region(Steppable):
         raise ShardError("a flat parameter is a part of its model, and not copied; take values from full_state(model)")
 
 
-def _replaced(name: str) -> ShardError:
-    """The error for parameters that an optimizer has from before the model was sharded."""
-    return ShardError(
-        f"load_state_dict(assign=True) has put other parameters into the model, and this is {name} from before; make the "
-        "optimizer afterwards, or load without assign=True"
-    )
+class _Replaced:
+    """Stands for the gradients of what an optimizer has from before `load_state_dict(assign=True)`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, _: str) -> Any:
+        raise ShardError(
+            f"load_state_dict(assign=True) has put other parameters into the model, and this is {self._name} from before; "
+            "make the optimizer afterwards, or load without assign=True"
+        )
 
 
 class ShardedBuffer(FlatBuffer):
@@ -215,9 +209,10 @@ class ShardedBuffer(FlatBuffer):
     def replace(self, i: int) -> ShardedParameter:
         """Let modules hold another object for a parameter, as `load_state_dict(assign=True)` does; the values stay. What the
         caller gave to an optimizer before is refused at its step, which else would go on or do nothing."""
-        old, leaf = self.sharded[i], self.parameters[i]
-        old.is_replaced = True
-        made = self.sharded[i] = leaf.sharded = self._make_sharded(i, requires_grad=old.requires_grad)
+        old: Any = self.sharded[i]
+        region: Any = self.gradients.regions[old.group]
+        old.gradients, region.gradients = _Replaced(old.fqn), _Replaced("a part of it")
+        made = self.sharded[i] = self.parameters[i].sharded = self._make_sharded(i, requires_grad=old.requires_grad)
         self.gradients.regions[made.group] = self.gradients.region(made.group)
         self._show(self.sharded)
         self.gradients.mark_runs(self.master, self.sharded)
@@ -234,12 +229,10 @@ class ShardedGradients(Gradients):
 
     def __init__(self, flat: FlatBuffer) -> None:
         super().__init__(flat)
-        self._given: dict[int, FlatDTensor] = {}  # gradients that a caller set
-        self._apart: set[int] = set()  # parameters of which `reduced` has none, or another than theirs
+        self._apart: dict[int, FlatDTensor | None] = {}  # what a caller set, of which `reduced` has none, or another
         self.shown: list[FlatDTensor] | None = None  # the gradients of all parameters, where all have one of `reduced`
         self._views: list[Any] = [None] * len(self.layout.slots)  # of `_viewed`, by parameter
         self._viewed: Tensor | None = None
-        self._views_dtype = self.master.dtype
         self._region_views: dict[Hashable, FlatDTensor] = {}  # of `reduced`
         self.read_by: set[type] = set()  # the forms in which optimizers have read these gradients
         self.stepped_as: dict[Hashable, type] = {}  # by group: the form in which one stepped by them
@@ -265,28 +258,27 @@ class ShardedGradients(Gradients):
 
     def clear(self) -> None:
         super().clear()
-        self._given, self._apart, self._region_views = {}, set(), {}
-        self.shown, self.read_by, self.stepped_as = None, set(), {}
+        self._apart, self.shown, self._region_views = {}, None, {}
+        self.read_by, self.stepped_as = set(), {}
         self._take_back_views()
 
     def accumulate(self, shard: Tensor, arrived: frozenset[int], counts: Tensor | None) -> None:
-        self.shown, self._region_views, self.read_by, self.stepped_as = None, {}, set(), {}
-        apart = {i: shard[slice(*self._own[i])] for i in self._apart}
-        parts = {i: part.clone() for i, part in apart.items()}
-        for part in apart.values():
-            part.zero_()  # what `reduced` has of it may be held by a caller
+        self.read_by, self.stepped_as = set(), {}
+        parts = {i: self._view(shard[slice(*self._own[i])].clone(), i) for i in self._apart}
+        for i in parts:
+            shard[slice(*self._own[i])] = 0  # what `reduced` has of it may be held by a caller
         super().accumulate(shard, arrived, counts)
         for i in filter(self.has_gradient, parts):
-            self._given.setdefault(i, self._view(torch.zeros_like(parts[i]), i)).add_(self._view(parts[i], i))
+            given: Any = self._apart[i]
+            self._apart[i] = parts[i] if given is None else given.add_(parts[i])
 
     def local(self) -> Tensor | None:
         """[n], zero in padding and where a parameter has no gradient; None where none has."""
         if self._apart and self._present:
             merged = torch.zeros_like(self.master) if self.reduced is None else self.reduced.clone()
-            for i in self._apart:
-                given = self._given.get(i)
+            for i, given in self._apart.items():
                 merged[slice(*self._own[i])] = 0 if given is None else given.to_local()
-            self.reduced, self._given, self._apart, self.shown, self._region_views = merged, {}, set(), None, {}
+            self.reduced, self._apart = merged, {}
         return self.reduced
 
     def upcast(self) -> None:
@@ -298,8 +290,8 @@ class ShardedGradients(Gradients):
         """The reduced gradient of a parameter: what was set, or a view."""
         if i not in self._present and not (self._unread and self.has_gradient(i)):
             return None
-        if self._given and i in self._given:
-            return self._given[i]
+        if i in self._apart:
+            return self._apart[i]
         if self._viewed is not self.reduced:
             self._view_reduced()
         if not self._apart and len(self._present) == len(self._own):
@@ -322,10 +314,9 @@ class ShardedGradients(Gradients):
         self._take_back_views()
         norms, self._viewed = Norms(reduced, self._own, self.mesh), reduced
         parts = (*reduced.split_with_sizes(self._shard_sizes), reduced[:0])
-        like, self._views_dtype = reduced.dtype == self._views_dtype, reduced.dtype
         for i, view in enumerate(self._views):
             part = parts[self._chunk_of[i]]
-            if view is None or not like:
+            if view is None or view.dtype != part.dtype:
                 view = self._views[i] = self._view(part, i)
             view._local_tensor = view.counted = part
             view.norm_beside = partial(norms.norm, i)
@@ -356,19 +347,15 @@ class ShardedGradients(Gradients):
     def set_gradient(self, i: int, value: Tensor | None) -> None:
         """A value, whole or cut as the parameter is; None: forget it."""
         given = None if value is None else self._cut(i, value)
-        if self._unread:
-            self.has_gradient(i)
-        self.shown, self._region_views = None, {}
-        self._given.pop(i, None)
         self._present.discard(i)
-        self._apart.add(i)
-        if given is not None:
-            self._given[i] = given
-            self._present.add(i)
-        if self._present <= self._given.keys():  # nothing of it is a gradient any more
-            kept, present = self._given, self._present
+        if self._unread:
+            self.has_gradient(i)  # reads all counts
+        (self._present.discard if given is None else self._present.add)(i)
+        self._apart[i], self.shown, self._region_views = given, None, {}
+        if self._present <= self._apart.keys():  # nothing of `reduced` is a gradient any more
+            kept = {j: self._apart[j] for j in self._present}
             self.clear()
-            self._given, self._present, self._apart = kept, present, set(kept)
+            self._apart, self._present = kept, set(kept)
 
     def _cut(self, i: int, value: Tensor) -> FlatDTensor:
         """The value itself, where it is cut as the parameter is."""

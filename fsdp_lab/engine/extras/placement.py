@@ -22,7 +22,7 @@ from fsdp_lab.engine.collectives import ShardError, answered
 from fsdp_lab.engine.layout import Range
 from fsdp_lab.engine.mesh import ShardMesh
 
-_run_of = operator.attrgetter("run")
+_run_of, _local_of = map(operator.attrgetter, ("run", "_local_tensor"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,13 +104,13 @@ def cuts_of(args: Iterable[Any], placements: Sequence[FlatPlacement], changed: i
 
 
 def by_run(arg: Any, cuts: Sequence[slice]) -> Any:
-    """An argument as what is computed: the flat tensors of runs, and a number for each."""
-    if not isinstance(arg, (list, tuple)):
+    """An argument as what is computed: the flat tensors of runs, and a number for each; without cuts, local tensors."""
+    if not isinstance(arg, (list, tuple)) or not arg:
         return arg
     if not isinstance(arg[0], DTensor):
-        return [arg[cut.start] for cut in cuts]
+        return [arg[cut.start] for cut in cuts] if cuts else arg
     ones: list[tuple[Any, int]] = [(arg[cut.start], cut.stop - cut.start) for cut in cuts]
-    return [t.run.flat if count > 1 else t._local_tensor for t, count in ones]
+    return [t.run.flat if count > 1 else t._local_tensor for t, count in ones] if cuts else [*map(_local_of, arg)]
 
 
 def parts_of(
