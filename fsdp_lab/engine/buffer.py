@@ -235,6 +235,11 @@ class Reduction:
         if self._unsent:
             self._handle = self._unsent.pop(0)()
 
+    def drop(self) -> None:
+        """Forget it. Its memory is used again when what is in flight is over; on a CPU the group holds it so long."""
+        if self._mesh.streams is not None and self._handle is not None:
+            self._handle.wait()
+
     def _reduce_scatter(self) -> CommHandle:
         """In place, so that no more than the whole is in flight."""
         whole, group, stream = self.unsharded, self._mesh.shard_group, self._streams.reduce
@@ -242,7 +247,8 @@ class Reduction:
         self.shard = part_of(whole, group)
         then = partial(self._to_mean, self._mesh.shard_size, is_last=self._mesh.replicate_group is None)
         with stream.entered():
-            self._scattered = CommHandle(stream, reduce_scatter(self.shard, whole, group), then=then)
+            work = reduce_scatter(self.shard, whole, group)
+            self._scattered = CommHandle(stream, work, then=then, answered=self._mesh.answered)
         return self._scattered
 
     def _all_reduce(self) -> CommHandle:
@@ -250,9 +256,9 @@ class Reduction:
         assert group is not None
         with stream.entered():
             if self._handle is not None:
-                self._handle.order()
+                self._handle.wait()
             then = partial(self._to_mean, self._mesh.replicas, is_last=True)
-            return CommHandle(stream, all_reduce(shard, group), keeps=(shard,), then=then)
+            return CommHandle(stream, all_reduce(shard, group), (shard,), then, self._mesh.answered)
 
     def _to_mean(self, ranks: int, *, is_last: bool) -> None:
         """Called when a sum over so many ranks is in `shard`: [n']. The last one loses its counts, [n], and gets the dtype
@@ -275,7 +281,7 @@ class Reduction:
         assert self._mesh.streams is not None
         with self._streams.to_host.entered():
             if self._handle is not None:
-                self._handle.order()
+                self._handle.wait()
             reduced, cast = self.shard, self.shard.to(self._final_dtype)
             self.shard = self._mesh.streams.host_memory(cast.numel(), cast.dtype).copy_(cast, non_blocking=True)
             return CommHandle(self._streams.to_host, None, keeps=(self._handle, reduced, cast))
@@ -428,7 +434,7 @@ class FlatBuffer:
             return CommHandle(stream, None, keeps=(sent,))
         if sent.dtype != self.dtype:  # cast to where it belongs
             sent = part_of(self.full, group).data.copy_(sent)
-        return CommHandle(stream, all_gather(self.full, sent, group), keeps=(sent,))
+        return CommHandle(stream, all_gather(self.full, sent, group), keeps=(sent,), answered=self.mesh.answered)
 
     @property
     def is_stale(self) -> bool:

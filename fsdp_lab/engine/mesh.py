@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_lab.base.streams import Streams, streams_of
-from fsdp_lab.engine.collectives import BufferPool, Group, ResizedStorage, ShardError, Unanswered, answered, pool_of
+from fsdp_lab.engine.collectives import BufferPool, Group, ResizedStorage, ShardError, answered, pool_of
 from fsdp_lab.engine.layout import Range
 
 _POST_FORWARD = "fsdp_lab post-forward"  # the description by which such a group is found again
@@ -45,7 +45,8 @@ class ShardMesh:
     kept_shard_group: Kept
     kept_replicate_group: Kept
     kept_post_forward_group: Kept = None
-    counter: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(step=0), compare=False)  # for errors
+    # For errors: the step; phase and unit that are waited for.
+    now: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(step=0, waits_for=()), compare=False)
 
     @property
     def shard_group(self) -> Group | None:
@@ -65,13 +66,9 @@ class ShardMesh:
     def world_size(self) -> int:
         return self.shard_size * self.replicas
 
-    def unanswered(self, error: Unanswered, what: str) -> ShardError:
-        """The error that says what this rank waited for, and in which step."""
-        return error.among(self.ranks, f"in step {self.counter.step} ({what})")
-
-    def answered(self, what: str) -> AbstractContextManager[None]:
-        """A context around collectives that are waited for at once, in which an error says so."""
-        return answered(self.ranks, f"in step {self.counter.step} ({what})")
+    def answered(self, what: str | None = None) -> AbstractContextManager[None]:
+        """A context around collectives that are waited for at once, in which an error says so; `what`: if no phase."""
+        return answered(self.ranks, lambda: f"in step {self.now.step} ({what or ' '.join(self.now.waits_for)})")
 
     @property
     def buffer_pool(self) -> BufferPool | None:

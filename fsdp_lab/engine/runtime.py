@@ -31,7 +31,7 @@ from torch.autograd.profiler import record_function
 
 from fsdp_lab.base.streams import CommStreams
 from fsdp_lab.engine.buffer import Reduction
-from fsdp_lab.engine.collectives import ShardError, Unanswered
+from fsdp_lab.engine.collectives import ShardError
 from fsdp_lab.engine.schedule import Direction, OffloadPolicy, Phase, PointSide, Schedule, UnitCall
 from fsdp_lab.engine.unit import Unit, UnitState
 
@@ -109,7 +109,7 @@ class Runtime:
             self._release()
             self._step, self._written = self._step + 1, written
         for other in self.units:
-            other.mesh.counter.step = self._step
+            other.mesh.now.step = self._step
             if other.policy.rules.reshard_after_forward and other is not unit and not other.asked_for:
                 other.reshard()
             if other.policy.offload == OffloadPolicy.OPTIMIZER:  # which has stepped since
@@ -296,11 +296,8 @@ class Runtime:
     def make_ready(self, unit: Unit) -> None:
         """Gather a unit now, unless it is."""
         if unit.state is not UnitState.UNSHARDED or unit.is_stale:
-            try:
-                self._unshard(unit)
-                unit.wait_for_unshard()
-            except Unanswered as e:
-                raise unit.mesh.unanswered(e, _label(Phase.UNSHARD, unit)) from e
+            self._unshard(unit)
+            unit.wait_for_unshard()
         self._reads_shards |= unit.policy.map_shards and not unit.asked_for
 
     def _reshard(self, unit: Unit) -> None:
@@ -330,12 +327,10 @@ class Runtime:
         for unit, reductions in self._reducing[: max(0, len(self._reducing) - but)][::-1]:
             ends = all(reduction.ends(last=last) for reduction in reductions)
             copies = ends and unit.policy.offload != OffloadPolicy.NONE  # under offload its shard then is on the host
-            try:
-                with self.span(Phase.HOST_COPY, unit) if copies else self.around(Phase.REDUCE, unit.name):
-                    for reduction in reductions:
-                        reduction.advance(ends=ends)
-            except Unanswered as e:
-                raise unit.mesh.unanswered(e, _label(Phase.REDUCE, unit)) from e
+            unit.mesh.now.waits_for = Phase.REDUCE, unit.name or "root"
+            with self.span(Phase.HOST_COPY, unit) if copies else self.around(Phase.REDUCE, unit.name):
+                for reduction in reductions:
+                    reduction.advance(ends=ends)
             if ends:
                 self._reducing.remove((unit, reductions))
                 for hook in [hook for flat in unit.flats for hook in flat.reduce_hooks.values()]:
@@ -376,11 +371,12 @@ class Runtime:
         reduced."""
         for flat in (flat for unit in self.units if self._backward is not None for flat in unit.flats):
             flat.gradients.drop()
+        for reduction in self.reducing:
+            reduction.drop()
         self._forward = self._backward = None
         self._reducing = []
-        with self.root.mesh.answered("what an exception left in flight"):
-            self._release()
-            self._free_all()
+        self._release()
+        self._free_all()
 
     def _is_at_work(self, unit: Unit) -> bool:
         """Returns whether a call of the unit is under way, in a forward or in a backward."""

@@ -13,7 +13,7 @@ from fsdp_lab.engine.buffer import FlatBuffer, Reduction
 from fsdp_lab.engine.collectives import CommHandle
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.policy import ShardPolicy
-from fsdp_lab.engine.schedule import OffloadPolicy
+from fsdp_lab.engine.schedule import OffloadPolicy, Phase
 
 
 class UnitState(enum.Enum):
@@ -93,6 +93,7 @@ class Unit:
         self.state = UnitState.SHARDED_POST_FORWARD if post_forward else UnitState.SHARDED
 
     def _wait(self) -> None:
+        self.mesh.now.waits_for = Phase.UNSHARD, self.name or "root"
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.wait()
