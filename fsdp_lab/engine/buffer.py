@@ -397,11 +397,6 @@ class FlatBuffer:
         for module, attribute, i in self._places:
             module._parameters[attribute] = parameters[i]
 
-    def rebuild(self, kept: Sequence[int]) -> FlatBuffer:
-        """A new buffer of some of the original parameters, which have their values again."""
-        entries = [(self.originals[i], self.uses[i], self.names[i], self.layout.slots[i].group) for i in kept]
-        return type(self)(entries, mesh=self.mesh, policy=self.policy, dtype=self.dtype)
-
     # -- gather and free --------------------------------------------------------------------------------------------
 
     def copy_to_device(self) -> None:
@@ -464,12 +459,6 @@ class FlatBuffer:
         if self.is_mapped or not self.policy.shard_optimizer_only:
             self.free_gathered()
 
-    def keep_post_forward_shard(self) -> None:
-        """Called before `use_sharded_views`: keeps this rank's part of what its post-forward group holds together."""
-        group = self.mesh.post_forward_group
-        assert group is not None
-        self.post_forward_shard = part_of(self.full, group).clone()
-
     def free_gathered(self, busy: Collection[int] = ()) -> None:
         """Unless a collective may still use its address."""
         if not self.is_view_of_master and self.full.data_ptr() not in busy:
@@ -485,7 +474,9 @@ class FlatBuffer:
         start, stop = self.layout.shard(self.mesh.shard_rank)
         now = self.full[start:stop].to(self.master.device)
         if self.dtype != self.master.dtype:
-            changed = _bits(now) != _bits(self.master.to(self.dtype))
+            # As bytes: -0.0 is not 0.0, and a NaN equals itself.
+            bits, others = (t.unsqueeze(1).view(torch.uint8) for t in (now, self.master.to(self.dtype)))
+            changed = (bits != others).any(dim=1)
             self.master.copy_(torch.where(changed, now.to(self.master.dtype), self.master))
         elif not self.is_view_of_master:
             self.master.copy_(now)
@@ -528,11 +519,6 @@ def sharded_form(p: Tensor) -> Any:
     if isinstance(p, LeafOfSharded):
         return p.sharded
     return p if hasattr(p, "flat") and isinstance(p.flat, FlatBuffer) else None
-
-
-def _bits(t: Tensor) -> Tensor:
-    """The values as integers: -0.0 is not 0.0, and a NaN equals itself. Of real numbers, to whose dtypes a policy casts."""
-    return t.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.dtype.itemsize])
 
 
 def _absent(dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -303,10 +303,9 @@ class Runtime:
     def _reshard(self, unit: Unit) -> None:
         if self._is_at_work(unit):
             return
-        current = self._forward
-        post_forward = unit.mesh.post_forward_group is not None and current is not None and current.with_backward
+        needs_it_again = self._forward is not None and self._forward.with_backward
         with self.span(Phase.RESHARD, unit):
-            unit.reshard(post_forward=post_forward)
+            unit.reshard(to=unit.mesh.post_forward_group if needs_it_again else None)
 
     def _reduce(self, unit: Unit) -> None:
         """The oldest whole gradient in flight is freed before the next one is sent, where their limit is reached."""
