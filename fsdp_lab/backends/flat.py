@@ -33,7 +33,7 @@ class FlatTensors(Measured):
 
     def transient_tensors(self) -> Iterator[RoleTensor]:
         for flat in engine.flats_of(self.module):
-            stays = flat.policy.offload == engine.OffloadPolicy.OPTIMIZER  # otherwise it is only sent
+            stays = flat.policy.rules.offload == engine.OffloadPolicy.OPTIMIZER  # otherwise it is only sent
             device_shard = Role.PARAMETERS if stays else Role.COMMUNICATION
             if flat.gathered.is_held:
                 yield Role.UNSHARDED, flat.full

@@ -63,7 +63,8 @@ class Gradients:
     def __init__(self, flat: FlatBuffer) -> None:
         self.layout, self.mesh, self.policy, self.master = flat.layout, flat.mesh, flat.policy, flat.master
         self.names = flat.names
-        self.chunks = Chunks.of(flat.layout, counted=flat.mesh.world_size > 1)
+        self.flat = weakref.proxy(flat)  # hooks hold these gradients, where the garbage collector does not look
+        self.chunks = Chunks.of(flat.layout, counted=len(flat.mesh.ranks) > 1)
         self.pieces: dict[int, Tensor] = {}
         self.unsharded: Tensor | None = None
         self.reduced: Tensor | None = None
@@ -196,7 +197,7 @@ class Reduction:
         self._final_dtype = gradient.dtype if target.policy.mp.keep_low_precision_gradients else target.master.dtype
         self._rest: float | None = None  # in fp16: to divide by after all sums
         if gradient.dtype is torch.float16:
-            first, self._rest = _divisors(self._mesh.world_size)
+            first, self._rest = _divisors(len(self._mesh.ranks))
             gradient.div_(first)
         self._keeps_whole = target.policy.shard_optimizer_only
         self._is_on_host = target.policy.is_on_host(self._mesh)
@@ -324,7 +325,11 @@ class FlatBuffer:
         self.is_mapped = policy.map_shards and mesh.shard_size > 1 and any(map(math.prod, shapes))
         self.layout = Layout.of(shapes, groups, mesh.shard_size, dtype.itemsize, whole_pages=self.is_mapped)
         self.is_view_of_master = mesh.shard_size == 1 and dtype == values[0].dtype and not policy.is_on_host(mesh)
-        self.gathered = self._make_gathered()
+        pool: Any = mesh.buffer_pool
+        if self.is_mapped:
+            self.gathered = pool.map_shards(self.layout.shard_numel, dtype)
+        else:
+            self.gathered = mesh.reserve(self.layout.numel, dtype, pooled=not policy.shard_optimizer_only)
         self.full: Tensor = self.gathered.tensor
         self._views = [self.full[s.offset : s.stop].view(s.shape) for s in self.layout.slots]
         if self.is_view_of_master:
@@ -349,16 +354,15 @@ class FlatBuffer:
         self._versions = [0] * len(self.parameters)
         self._gathered_version = -1  # of the master shard, when it was gathered
         self.device_shard: Tensor | None = None  # [n] in the gathered dtype: under offload, what gathers send
-        if policy.offload == OffloadPolicy.OPTIMIZER and not self.is_view_of_master:
+        if policy.rules.offload == OffloadPolicy.OPTIMIZER and not self.is_view_of_master:
             self.device_shard = torch.empty_like(self.master, dtype=dtype, device=mesh.device)
         self.post_forward_shard: Tensor | None = None  # this rank's part of what the post-forward group keeps
 
     # -- construction -----------------------------------------------------------------------------------------------
 
-    def _make_gathered(self) -> Any:
-        return self.mesh.reserve(self.layout.numel, self.dtype, pooled=not self.policy.shard_optimizer_only)
-
-    def _make_master(self) -> Tensor:
+    def _make_master(self) -> Any:
+        if self.is_mapped:
+            return self.gathered.shard.zero_()
         if self.policy.is_on_host(self.mesh):
             assert self.mesh.streams is not None
             return self.mesh.streams.host_memory(self.layout.shard_numel, self.originals[0].dtype).zero_()
@@ -422,7 +426,7 @@ class FlatBuffer:
         group, sent = self.mesh.shard_group, self.master.detach() if self.device_shard is None else self.device_shard
         if self.post_forward_shard is not None:
             group, sent, self.post_forward_shard = self.mesh.post_forward_group, self.post_forward_shard, None
-        elif self.policy.offload == OffloadPolicy.ALL:
+        elif self.policy.rules.offload == OffloadPolicy.ALL:
             self.device_shard = None  # the handle keeps it as long as it is needed
         if group is None:
             self.full.data.copy_(sent)
@@ -500,16 +504,11 @@ class FlatBuffer:
 class LocalGradients(Gradients):
     """Those of plain parameters, whose `.grad` is a view of this rank's range."""
 
-    def __init__(self, flat: FlatBuffer) -> None:
-        super().__init__(flat)
-        self._flat = weakref.ref(flat)
-
     def accumulate(self, shard: Tensor, arrived: frozenset[int], counts: Tensor | None) -> None:
-        sharded = getattr(self._flat(), "sharded", ())
-        if all(p.grad is None for p in sharded):  # the optimizer has forgotten them
+        if all(p.grad is None for p in self.flat.sharded):  # the optimizer has forgotten them
             self.clear()
         super().accumulate(shard, arrived, counts)
-        for i, p in enumerate(sharded):
+        for i, p in enumerate(self.flat.sharded):
             own = slice(*self.layout.in_shard(self.layout.slots[i], self.mesh.shard_rank))
             p.grad = self.reduced[own] if self.reduced is not None and self.has_gradient(i) else None
 

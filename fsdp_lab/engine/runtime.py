@@ -84,11 +84,12 @@ class Runtime:
         self.choices: dict[Unit, Unit] = {}  # units of which a forward may call some, as experts; and those around them
         self.agree: Callable[[Unit, str], None] = lambda unit, what: None  # raises where ranks' calls are not the same
         self.guard: Callable[[], None] = lambda: None  # called at the end of each backward
-        self._step, self._written = 0, -1  # of the optimizer: counted by how often it had written when a pass began
+        # The optimizer's steps so far, and how often it had written when the last was counted: see `begin`.
+        self._step, self._written = 0, -1
         self._forward: Pass | None = None  # the one under way
         self._backward: weakref.ref[Backward] | None = None  # the one under way; dead where an exception ended it
         self._reads_shards = False  # of other ranks, in the pass or the backward under way
-        self._held: set[Unit] = set()  # gathered for the second backward of a double one
+        self._held: list[Unit] = []  # gathered for the second backward of a double one
         self._index = {unit: i for i, unit in enumerate(self.units)}
         # Of the last pass from a unit, with gradients or without.
         self._schedules: dict[tuple[Unit, bool], Schedule] = {}
@@ -112,7 +113,7 @@ class Runtime:
             other.mesh.now.step = self._step
             if other.policy.rules.reshard_after_forward and other is not unit and not other.asked_for:
                 other.reshard()
-            if other.policy.offload == OffloadPolicy.OPTIMIZER:  # which has stepped since
+            if other.policy.rules.offload == OffloadPolicy.OPTIMIZER:  # which has stepped since
                 with self.span(Phase.HOST_COPY, other):
                     other.copy_to_device(self.streams)
         # Inside `unshard` a rank may compute alone: from what it calls others would not know its schedule.
@@ -140,8 +141,12 @@ class Runtime:
             self.agree(unit, unit.name)
         self._free_stale(unit)
         k = current.enter(self._index[unit])
-        self._issue(current, Direction.FORWARD, k, PointSide.BEFORE)
-        self.make_ready(unit)
+        try:
+            self._issue(current, Direction.FORWARD, k, PointSide.BEFORE)
+            self.make_ready(unit)
+        except BaseException:
+            self.close(current, k)
+            raise
         self._begin_computing(unit, current, k)
         return current, k
 
@@ -201,9 +206,8 @@ class Runtime:
         self._begin_computing(unit, current, k)
         if torch.is_grad_enabled():
             backward.makes_graph = True
-            if unit not in self._held:
-                self._held.add(unit)
-                unit.pins += 1
+            self._held.append(unit)
+            unit.pins += 1
 
     def after_backward(self, unit: Unit, current: Pass, k: int) -> None:
         """Gradients of a call's inputs are there, hence those of its parameters: free it, and reduce them."""
@@ -282,7 +286,7 @@ class Runtime:
     def _unshard(self, unit: Unit) -> None:
         self._free_stale(unit)
         if unit.is_sharded:
-            if unit.policy.offload == OffloadPolicy.ALL and unit.state is UnitState.SHARDED:
+            if unit.policy.rules.offload == OffloadPolicy.ALL and unit.state is UnitState.SHARDED:
                 with self.span(Phase.HOST_COPY, unit):
                     unit.copy_to_device(self.streams)
             with self.span(Phase.UNSHARD, unit):
@@ -320,12 +324,15 @@ class Runtime:
             self._reducing.append((unit, unit.reduce(self.streams)))
 
     def _advance_reductions(self, *, but: int = 0, last: bool = False) -> None:
-        """Wait for the collectives in flight, the last issued first, and issue what follows them: in hybrid sharding the
-        all-reduce of a unit then runs beside the reduce-scatter and the backward of the next. `but`: so many units, the last
-        ones, are left in flight. `last`: it is the end of the backward."""
+        """Wait for the collectives in flight, and issue what follows them: in hybrid sharding the all-reduce of a unit then
+        runs beside the reduce-scatter and the backward of the next. The last issued comes first: its all-reduce is issued
+        before an older unit's is waited for. `but`: so many units, the last ones, are left in flight. `last`: it is the end
+        of the backward."""
         for unit, reductions in self._reducing[: max(0, len(self._reducing) - but)][::-1]:
             ends = all(reduction.ends(last=last) for reduction in reductions)
-            copies = ends and unit.policy.offload != OffloadPolicy.NONE  # under offload its shard then is on the host
+            copies = (
+                ends and unit.policy.rules.offload != OffloadPolicy.NONE
+            )  # under offload its shard then is on the host
             unit.mesh.now.waits_for = Phase.REDUCE, unit.name or "root"
             with self.span(Phase.HOST_COPY, unit) if copies else self.around(Phase.REDUCE, unit.name):
                 for reduction in reductions:
@@ -388,10 +395,10 @@ class Runtime:
         for unit in self._held:
             unit.pins -= 1
             unit.reshard()
-        self._held = set()
+        self._held = []
 
     def _free_all(self) -> None:
-        if any(unit.policy.offload != OffloadPolicy.NONE for unit in self.units):
+        if any(unit.policy.rules.offload != OffloadPolicy.NONE for unit in self.units):
             self.streams.to_device.synchronize()  # the optimizer may write next to what was copied from the host
         for unit in self.units:
             if not self._is_at_work(unit):

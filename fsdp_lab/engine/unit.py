@@ -1,6 +1,7 @@
 """`Unit`: the parameters of one wrapped module, gathered and freed together.
 
-unshard -> wait_for_unshard -> (computation) -> reshard; then, from autograd's gradients, reduce.
+unshard -> wait_for_unshard -> (computation) -> reshard; then, from autograd's gradients, reduce. One gather has three names:
+`FlatBuffer.gather` issues that of a buffer, `Unit.unshard` those of a unit, and `Runtime.make_ready` waits for them too.
 """
 
 import enum
@@ -45,7 +46,7 @@ class Unit:
     def copy_to_device(self, streams: CommStreams) -> None:
         """Under offload: issue the copies from the host with which a gather begins."""
         with streams.to_device.entered():
-            if self.policy.offload == OffloadPolicy.OPTIMIZER:  # copied to the same place each time
+            if self.policy.rules.offload == OffloadPolicy.OPTIMIZER:  # copied to the same place each time
                 streams.to_device.wait_for(streams.gather)
             for flat in self.flats:
                 flat.copy_to_device()

@@ -298,7 +298,7 @@ class UnshardHandle:
 
     def _issue(self) -> None:
         for unit in self._units:
-            if unit.is_sharded and unit.policy.offload != OffloadPolicy.NONE:
+            if unit.is_sharded and unit.policy.rules.offload != OffloadPolicy.NONE:
                 unit.copy_to_device(self._runtime.streams)
             if unit.policy.map_shards and not unit.asked_for:  # the caller is given copies, which he may write to
                 pins, unit.pins = unit.pins, 0
