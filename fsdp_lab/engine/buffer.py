@@ -376,9 +376,10 @@ class FlatBuffer:
         made.flat, made.number = self, i
         return made
 
-    def own_part(self, i: int) -> Tensor:
-        """[m], this rank's part of a parameter as a view of the master shard; m may be 0."""
-        return self.master[slice(*self.layout.in_shard(self.layout.slots[i], self.mesh.shard_rank))]
+    def own_part(self, i: int, of: Tensor | None = None) -> Tensor:
+        """[m], this rank's part of a parameter as a view of a shard, [n], by default of the master; m may be 0."""
+        shard, slot = self.master if of is None else of, self.layout.slots[i]
+        return shard[slice(*self.layout.in_shard(slot, self.mesh.shard_rank))]
 
     def for_optimizer(self, i: int) -> tuple[Any, int]:
         """What an optimizer may be given for a parameter, and where this rank's range of the parameter begins in it."""
@@ -509,8 +510,7 @@ class LocalGradients(Gradients):
             self.clear()
         super().accumulate(shard, arrived, counts)
         for i, p in enumerate(self.flat.sharded):
-            own = slice(*self.layout.in_shard(self.layout.slots[i], self.mesh.shard_rank))
-            p.grad = self.reduced[own] if self.reduced is not None and self.has_gradient(i) else None
+            p.grad = self.flat.own_part(i, self.reduced) if self.has_gradient(i) else None
 
 
 def sharded_form(p: Tensor) -> Any:

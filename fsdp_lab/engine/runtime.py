@@ -93,7 +93,7 @@ class Runtime:
         self._index = {unit: i for i, unit in enumerate(self.units)}
         # Of the last pass from a unit, with gradients or without.
         self._schedules: dict[tuple[Unit, bool], Schedule] = {}
-        self._reducing: list[tuple[Unit, list[Reduction]]] = []  # in flight, oldest first
+        self.reducing: list[tuple[Unit, list[Reduction]]] = []  # in flight, oldest first
 
     @property
     def backward(self) -> Backward | None:
@@ -258,7 +258,7 @@ class Runtime:
                     self.after_backward(self.units[current.calls[k].unit], current, k)
         for unit in reversed(self.units):
             self._reduce(unit)
-        while self._reducing:
+        while self.reducing:
             self._advance_reductions(last=True)
         self._backward = None
         if not backward.makes_graph:
@@ -321,14 +321,14 @@ class Runtime:
             return
         self._advance_reductions(but=self.rules.limit_reductions - 1)
         with self.span(Phase.REDUCE, unit):
-            self._reducing.append((unit, unit.reduce(self.streams)))
+            self.reducing.append((unit, unit.reduce(self.streams)))
 
     def _advance_reductions(self, *, but: int = 0, last: bool = False) -> None:
         """Wait for the collectives in flight, and issue what follows them: in hybrid sharding the all-reduce of a unit then
         runs beside the reduce-scatter and the backward of the next. The last issued comes first: its all-reduce is issued
         before an older unit's is waited for. `but`: so many units, the last ones, are left in flight. `last`: it is the end
         of the backward."""
-        for unit, reductions in self._reducing[: max(0, len(self._reducing) - but)][::-1]:
+        for unit, reductions in self.reducing[: max(0, len(self.reducing) - but)][::-1]:
             ends = all(reduction.ends(last=last) for reduction in reductions)
             copies = (
                 ends and unit.policy.rules.offload != OffloadPolicy.NONE
@@ -338,7 +338,7 @@ class Runtime:
                 for reduction in reductions:
                     reduction.advance(ends=ends)
             if ends:
-                self._reducing.remove((unit, reductions))
+                self.reducing.remove((unit, reductions))
                 for hook in [hook for flat in unit.flats for hook in flat.reduce_hooks.values()]:
                     hook()
 
@@ -348,7 +348,7 @@ class Runtime:
         """A context, to be entered at once: a phase under its name, for the watcher and for profiler traces."""
         self._tell(phase, unit)
         around = self.around(phase, unit.name)
-        return around if not torch.autograd._profiler_enabled() else _named(_label(phase, unit), around)
+        return around if not torch.autograd._profiler_enabled() else _named(f"{phase} {unit.name or 'root'}", around)
 
     def _tell(self, phase: Phase, unit: Unit) -> None:
         if self.watch is not None:
@@ -358,8 +358,8 @@ class Runtime:
         """Begins a span that ends in another hook, or with the pass."""
         self._tell(Phase.COMPUTE, unit)
         if torch.autograd._profiler_enabled():
-            current.spans[k] = record_function(_label(Phase.COMPUTE, unit))
-            current.spans[k].__enter__()  # type: ignore[no-untyped-call]
+            span: Any = record_function(f"{Phase.COMPUTE} {unit.name or 'root'}")
+            current.spans[k] = span.__enter__()
 
     def _end_computing(self, current: Pass, k: int) -> None:
         if current.spans and (span := current.spans.pop(k, None)) is not None:
@@ -367,20 +367,15 @@ class Runtime:
 
     # -- the rest ---------------------------------------------------------------------------------------------------
 
-    @property
-    def reducing(self) -> tuple[Reduction, ...]:
-        """The gradients in flight."""
-        return tuple(reduction for _, reductions in self._reducing for reduction in reductions)
-
     def reset(self) -> None:
         """Called after an exception in the middle of a step: frees everything; of a backward, forgets what was not
         reduced."""
         for flat in (flat for unit in self.units if self._backward is not None for flat in unit.flats):
             flat.gradients.drop()
-        for reduction in self.reducing:
+        for reduction in (reduction for _, reductions in self.reducing for reduction in reductions):
             reduction.drop()
         self._forward = self._backward = None
-        self._reducing = []
+        self.reducing = []
         self._release()
         self._free_all()
 
@@ -418,7 +413,3 @@ class Runtime:
 def _named(label: str, around: AbstractContextManager[Any]) -> Iterator[None]:
     with record_function(label), around:
         yield
-
-
-def _label(phase: Phase, unit: Unit) -> str:
-    return f"{phase.value} {unit.name or 'root'}"

@@ -45,7 +45,7 @@ def fully_shard(
     shard_optimizer_only: bool = False,
     map_shards: bool = False,
     ignored_params: Collection[nn.Parameter] | None = (),
-    group_of: api.GroupOf = api.one_group,
+    group_of: api.GroupOf = lambda name, parameter: "all",
 ) -> Any:
     """Make a module a unit of Fully Sharded Data Parallel (arXiv 2304.11277, section 3); collective over the mesh.
 
