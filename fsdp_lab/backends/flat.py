@@ -33,7 +33,7 @@ class FlatTensors(Measured):
 
     def transient_tensors(self) -> Iterator[RoleTensor]:
         for flat in engine.flats_of(self.module):
-            stays = flat.policy.offload == engine.OffloadPolicy.OPTIMIZER  # otherwise it is only sent
+            stays = flat.policy.rules.offload == engine.OffloadPolicy.OPTIMIZER  # otherwise it is only sent
             device_shard = Role.PARAMETERS if stays else Role.COMMUNICATION
             if flat.gathered.is_held:
                 yield Role.UNSHARDED, flat.full
@@ -41,7 +41,8 @@ class FlatTensors(Measured):
             optional = (device_shard, flat.device_shard), (Role.UNSHARDED, resharded), (Role.GRADIENTS, unreduced)
             yield from ((role, t) for role, t in optional if t is not None)
             yield from ((Role.GRADIENTS, t) for t in flat.gradients.pieces.values())
-        for reduction in (r for runtime in engine.runtimes_of(self.module) for r in runtime.reducing):
+        reducing = (some for runtime in engine.runtimes_of(self.module) for _, some in runtime.reducing)
+        for reduction in (reduction for some in reducing for reduction in some):
             yield from ((Role.GRADIENTS, t) for t in (reduction.unsharded, reduction.shard) if t is not None)
 
     def leaves(self) -> Iterator[Tensor]:

@@ -1,8 +1,4 @@
-"""`shard`: the entry of the core, which makes units and roots, and what can be asked of a sharded model.
-
-`fully_shard` (extras/dropin.py) is built on it: it takes FSDP2's arguments, refuses what cannot be sharded before anything
-is sent, and gives modules sharded tensors that torch's optimizers and checkpoints know.
-"""
+"""`shard`: the entry of the core, on which `fully_shard` (extras/dropin.py) is built, and what may be asked of a model."""
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,18 +18,13 @@ from fsdp_lab.engine.unit import Unit
 GroupOf = Callable[[str, nn.Parameter], Hashable]
 
 
-def one_group(name: str, parameter: nn.Parameter) -> Hashable:
-    """The default: all parameters are in one optimizer group, called "all"."""
-    return "all"
-
-
 def shard(
     modules: Sequence[nn.Module],
     mesh: ShardMesh,
     policy: ShardPolicy,
     *,
     ignored: Collection[int] = (),
-    group_of: GroupOf = one_group,
+    group_of: GroupOf = lambda name, parameter: "all",
     buffer: type[FlatBuffer] = FlatBuffer,
     adopt: Callable[[UnitHooks], Runtime] | None = None,
 ) -> Unit:

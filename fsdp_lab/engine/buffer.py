@@ -63,7 +63,8 @@ class Gradients:
     def __init__(self, flat: FlatBuffer) -> None:
         self.layout, self.mesh, self.policy, self.master = flat.layout, flat.mesh, flat.policy, flat.master
         self.names = flat.names
-        self.chunks = Chunks.of(flat.layout, counted=flat.mesh.world_size > 1)
+        self.flat = weakref.proxy(flat)  # hooks hold these gradients, where the garbage collector does not look
+        self.chunks = Chunks.of(flat.layout, counted=len(flat.mesh.ranks) > 1)
         self.pieces: dict[int, Tensor] = {}
         self.unsharded: Tensor | None = None
         self.reduced: Tensor | None = None
@@ -196,7 +197,7 @@ class Reduction:
         self._final_dtype = gradient.dtype if target.policy.mp.keep_low_precision_gradients else target.master.dtype
         self._rest: float | None = None  # in fp16: to divide by after all sums
         if gradient.dtype is torch.float16:
-            first, self._rest = _divisors(self._mesh.world_size)
+            first, self._rest = _divisors(len(self._mesh.ranks))
             gradient.div_(first)
         self._keeps_whole = target.policy.shard_optimizer_only
         self._is_on_host = target.policy.is_on_host(self._mesh)
@@ -235,6 +236,11 @@ class Reduction:
         if self._unsent:
             self._handle = self._unsent.pop(0)()
 
+    def drop(self) -> None:
+        """Forget it. Its memory is used again when what is in flight is over; on a CPU the group holds it so long."""
+        if self._mesh.streams is not None and self._handle is not None:
+            self._handle.wait()
+
     def _reduce_scatter(self) -> CommHandle:
         """In place, so that no more than the whole is in flight."""
         whole, group, stream = self.unsharded, self._mesh.shard_group, self._streams.reduce
@@ -242,7 +248,8 @@ class Reduction:
         self.shard = part_of(whole, group)
         then = partial(self._to_mean, self._mesh.shard_size, is_last=self._mesh.replicate_group is None)
         with stream.entered():
-            self._scattered = CommHandle(stream, reduce_scatter(self.shard, whole, group), then=then)
+            work = reduce_scatter(self.shard, whole, group)
+            self._scattered = CommHandle(stream, work, then=then, answered=self._mesh.answered)
         return self._scattered
 
     def _all_reduce(self) -> CommHandle:
@@ -250,9 +257,9 @@ class Reduction:
         assert group is not None
         with stream.entered():
             if self._handle is not None:
-                self._handle.order()
+                self._handle.wait()
             then = partial(self._to_mean, self._mesh.replicas, is_last=True)
-            return CommHandle(stream, all_reduce(shard, group), keeps=(shard,), then=then)
+            return CommHandle(stream, all_reduce(shard, group), (shard,), then, self._mesh.answered)
 
     def _to_mean(self, ranks: int, *, is_last: bool) -> None:
         """Called when a sum over so many ranks is in `shard`: [n']. The last one loses its counts, [n], and gets the dtype
@@ -275,7 +282,7 @@ class Reduction:
         assert self._mesh.streams is not None
         with self._streams.to_host.entered():
             if self._handle is not None:
-                self._handle.order()
+                self._handle.wait()
             reduced, cast = self.shard, self.shard.to(self._final_dtype)
             self.shard = self._mesh.streams.host_memory(cast.numel(), cast.dtype).copy_(cast, non_blocking=True)
             return CommHandle(self._streams.to_host, None, keeps=(self._handle, reduced, cast))
@@ -318,7 +325,11 @@ class FlatBuffer:
         self.is_mapped = policy.map_shards and mesh.shard_size > 1 and any(map(math.prod, shapes))
         self.layout = Layout.of(shapes, groups, mesh.shard_size, dtype.itemsize, whole_pages=self.is_mapped)
         self.is_view_of_master = mesh.shard_size == 1 and dtype == values[0].dtype and not policy.is_on_host(mesh)
-        self.gathered = self._make_gathered()
+        pool: Any = mesh.buffer_pool
+        if self.is_mapped:
+            self.gathered = pool.map_shards(self.layout.shard_numel, dtype)
+        else:
+            self.gathered = mesh.reserve(self.layout.numel, dtype, pooled=not policy.shard_optimizer_only)
         self.full: Tensor = self.gathered.tensor
         self._views = [self.full[s.offset : s.stop].view(s.shape) for s in self.layout.slots]
         if self.is_view_of_master:
@@ -343,16 +354,15 @@ class FlatBuffer:
         self._versions = [0] * len(self.parameters)
         self._gathered_version = -1  # of the master shard, when it was gathered
         self.device_shard: Tensor | None = None  # [n] in the gathered dtype: under offload, what gathers send
-        if policy.offload == OffloadPolicy.OPTIMIZER and not self.is_view_of_master:
+        if policy.rules.offload == OffloadPolicy.OPTIMIZER and not self.is_view_of_master:
             self.device_shard = torch.empty_like(self.master, dtype=dtype, device=mesh.device)
         self.post_forward_shard: Tensor | None = None  # this rank's part of what the post-forward group keeps
 
     # -- construction -----------------------------------------------------------------------------------------------
 
-    def _make_gathered(self) -> Any:
-        return self.mesh.reserve(self.layout.numel, self.dtype, pooled=not self.policy.shard_optimizer_only)
-
-    def _make_master(self) -> Tensor:
+    def _make_master(self) -> Any:
+        if self.is_mapped:
+            return self.gathered.shard.zero_()
         if self.policy.is_on_host(self.mesh):
             assert self.mesh.streams is not None
             return self.mesh.streams.host_memory(self.layout.shard_numel, self.originals[0].dtype).zero_()
@@ -366,9 +376,10 @@ class FlatBuffer:
         made.flat, made.number = self, i
         return made
 
-    def own_part(self, i: int) -> Tensor:
-        """[m], this rank's part of a parameter as a view of the master shard; m may be 0."""
-        return self.master[slice(*self.layout.in_shard(self.layout.slots[i], self.mesh.shard_rank))]
+    def own_part(self, i: int, of: Tensor | None = None) -> Tensor:
+        """[m], this rank's part of a parameter as a view of a shard, [n], by default of the master; m may be 0."""
+        shard, slot = self.master if of is None else of, self.layout.slots[i]
+        return shard[slice(*self.layout.in_shard(slot, self.mesh.shard_rank))]
 
     def for_optimizer(self, i: int) -> tuple[Any, int]:
         """What an optimizer may be given for a parameter, and where this rank's range of the parameter begins in it."""
@@ -390,11 +401,6 @@ class FlatBuffer:
         """Let modules hold these, by number."""
         for module, attribute, i in self._places:
             module._parameters[attribute] = parameters[i]
-
-    def rebuild(self, kept: Sequence[int]) -> FlatBuffer:
-        """A new buffer of some of the original parameters, which have their values again."""
-        entries = [(self.originals[i], self.uses[i], self.names[i], self.layout.slots[i].group) for i in kept]
-        return type(self)(entries, mesh=self.mesh, policy=self.policy, dtype=self.dtype)
 
     # -- gather and free --------------------------------------------------------------------------------------------
 
@@ -421,14 +427,14 @@ class FlatBuffer:
         group, sent = self.mesh.shard_group, self.master.detach() if self.device_shard is None else self.device_shard
         if self.post_forward_shard is not None:
             group, sent, self.post_forward_shard = self.mesh.post_forward_group, self.post_forward_shard, None
-        elif self.policy.offload == OffloadPolicy.ALL:
+        elif self.policy.rules.offload == OffloadPolicy.ALL:
             self.device_shard = None  # the handle keeps it as long as it is needed
         if group is None:
             self.full.data.copy_(sent)
             return CommHandle(stream, None, keeps=(sent,))
         if sent.dtype != self.dtype:  # cast to where it belongs
             sent = part_of(self.full, group).data.copy_(sent)
-        return CommHandle(stream, all_gather(self.full, sent, group), keeps=(sent,))
+        return CommHandle(stream, all_gather(self.full, sent, group), keeps=(sent,), answered=self.mesh.answered)
 
     @property
     def is_stale(self) -> bool:
@@ -458,12 +464,6 @@ class FlatBuffer:
         if self.is_mapped or not self.policy.shard_optimizer_only:
             self.free_gathered()
 
-    def keep_post_forward_shard(self) -> None:
-        """Called before `use_sharded_views`: keeps this rank's part of what its post-forward group holds together."""
-        group = self.mesh.post_forward_group
-        assert group is not None
-        self.post_forward_shard = part_of(self.full, group).clone()
-
     def free_gathered(self, busy: Collection[int] = ()) -> None:
         """Unless a collective may still use its address."""
         if not self.is_view_of_master and self.full.data_ptr() not in busy:
@@ -479,7 +479,9 @@ class FlatBuffer:
         start, stop = self.layout.shard(self.mesh.shard_rank)
         now = self.full[start:stop].to(self.master.device)
         if self.dtype != self.master.dtype:
-            changed = _bits(now) != _bits(self.master.to(self.dtype))
+            # As bytes: -0.0 is not 0.0, and a NaN equals itself.
+            bits, others = (t.unsqueeze(1).view(torch.uint8) for t in (now, self.master.to(self.dtype)))
+            changed = (bits != others).any(dim=1)
             self.master.copy_(torch.where(changed, now.to(self.master.dtype), self.master))
         elif not self.is_view_of_master:
             self.master.copy_(now)
@@ -503,18 +505,12 @@ class FlatBuffer:
 class LocalGradients(Gradients):
     """Those of plain parameters, whose `.grad` is a view of this rank's range."""
 
-    def __init__(self, flat: FlatBuffer) -> None:
-        super().__init__(flat)
-        self._flat = weakref.ref(flat)
-
     def accumulate(self, shard: Tensor, arrived: frozenset[int], counts: Tensor | None) -> None:
-        sharded = getattr(self._flat(), "sharded", ())
-        if all(p.grad is None for p in sharded):  # the optimizer has forgotten them
+        if all(p.grad is None for p in self.flat.sharded):  # the optimizer has forgotten them
             self.clear()
         super().accumulate(shard, arrived, counts)
-        for i, p in enumerate(sharded):
-            own = slice(*self.layout.in_shard(self.layout.slots[i], self.mesh.shard_rank))
-            p.grad = self.reduced[own] if self.reduced is not None and self.has_gradient(i) else None
+        for i, p in enumerate(self.flat.sharded):
+            p.grad = self.flat.own_part(i, self.reduced) if self.has_gradient(i) else None
 
 
 def sharded_form(p: Tensor) -> Any:
@@ -522,11 +518,6 @@ def sharded_form(p: Tensor) -> Any:
     if isinstance(p, LeafOfSharded):
         return p.sharded
     return p if hasattr(p, "flat") and isinstance(p.flat, FlatBuffer) else None
-
-
-def _bits(t: Tensor) -> Tensor:
-    """The values as integers: -0.0 is not 0.0, and a NaN equals itself. Of real numbers, to whose dtypes a policy casts."""
-    return t.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.dtype.itemsize])
 
 
 def _absent(dtype: torch.dtype, device: torch.device) -> Tensor:

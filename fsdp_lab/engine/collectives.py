@@ -9,7 +9,7 @@ own thread when the bytes arrive, and autograd would take the views that it save
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -25,43 +25,28 @@ class ShardError(RuntimeError):
     says what to do. Where ranks could disagree, every one of them raises it."""
 
 
-class Unanswered(ShardError):
-    """A collective that other ranks did not come to, or left. `str()` is what its process group said."""
-
-    def __init__(self, said: str, waited_s: float) -> None:
-        super().__init__(said)
-        self.waited_s = waited_s
-
-    def among(self, ranks: Sequence[int], what: str) -> ShardError:
-        """The error of a rank that waited for `ranks`, of which one did not come, as after its last batch."""
-        others = [rank for rank in ranks if rank != dist.get_rank()]
-        who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(map(str, others))}"
-        return ShardError(
-            f"rank {dist.get_rank()} waited {self.waited_s:.1f} s {what} for {who}, which did not come; give every rank "
-            f"the same number of batches, and let all make the same calls: {self}"
-        )
-
-
 @contextmanager
-def answered(ranks: Sequence[int] = (), what: str = "") -> Iterator[None]:
-    """Around collectives that are waited for at once, and nothing else. Raises ShardError where torch's group gives up;
-    without `ranks` it is Unanswered, for who knows them. A group of somebody else's has errors of its own kinds: they
-    pass."""
+def answered(ranks: Sequence[int], what: Callable[[], str]) -> Iterator[None]:
+    """Around collectives that are waited for at once, and nothing else. Raises ShardError where torch's group gives up
+    since one of `ranks` did not come, as after its last batch, or left. A group of somebody else's has errors of its own
+    kinds: they pass. `what`: says in which step, and for what."""
     began_s = time.monotonic()
     try:
         yield
     except RuntimeError as e:
         if type(e) is not RuntimeError and not isinstance(e, dist.DistError):
             raise
-        error = Unanswered(str(e), time.monotonic() - began_s)
-        raise (error.among(ranks, what) if ranks else error) from e
+        waited_s, others = time.monotonic() - began_s, [rank for rank in ranks if rank != dist.get_rank()]
+        who = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(map(str, others))}"
+        raise ShardError(
+            f"rank {dist.get_rank()} waited {waited_s:.1f} s {what()} for {who}, which did not come; give every rank "
+            f"the same number of batches, and let all make the same calls: {e}"
+        ) from e
 
 
 class CommHandle:
-    """Something in flight. `wait` once: afterwards its result may be used on the compute stream.
-
-    To be made inside `stream.entered()`. `keeps`: tensors, or their holders, that must outlive it.
-    """
+    """Something in flight. To be made inside `stream.entered()`; `keeps`: tensors, or their holders, that must outlive it;
+    `answered`: the context in which its work is waited for."""
 
     def __init__(
         self,
@@ -69,20 +54,17 @@ class CommHandle:
         work: dist.Work | None,
         keeps: tuple[object, ...] = (),
         then: Callable[[], None] | None = None,
+        answered: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._work, self._then, self.keeps, self._streams = work, then, keeps, stream.streams
+        self._work, self._then, self._keeps, self._streams, self._answered = work, then, keeps, stream.streams, answered
         self._event: Any = None
         if stream.stream is not None:
             self._finish()
             self._event = stream.stream.record_event()
 
     def wait(self, *, on_host: bool = False) -> None:
-        """`on_host`: the host reads the result next, so Python waits for it too."""
-        self.order(on_host=on_host)
-        self.keeps = ()
-
-    def order(self, *, on_host: bool = False) -> None:
-        """Queue what the current stream is given from now on behind it; the tensors stay."""
+        """Queue what the current stream is given from now on behind it. `on_host`: the host reads the result next, so Python
+        waits for it too."""
         if self._streams is None:
             self._finish()
         elif on_host:
@@ -93,7 +75,7 @@ class CommHandle:
     def _finish(self) -> None:
         work, self._work = self._work, None
         if work is not None:
-            with answered():
+            with self._answered():
                 work.wait()
         then, self._then = self._then, None
         if then is not None:

@@ -1,14 +1,13 @@
 """The hooks that a unit's modules and tensors carry: they report to the runtime where the model has arrived.
 
-Note: hooks and autograd. Four places are enough. Before a module's forward its inputs pass through views of themselves; a
-hook on such a view runs when its gradient is complete, which is when the backward of everything inside the module is over,
-and not, as a hook on the input itself would, when that of every other user of the input is. A hook on the module's outputs
-runs before its backward. A parameter's gradient is taken by a hook of autograd's accumulation node. Accumulation nodes run
-as soon as they can, before any hook on a view, so a unit's gradients are complete when its backward is reported as over;
-what comes later all the same (a parameter used again outside) is reduced at the end of the backward. The hooks of a pass
-hold its `Pass`; when the graph is freed without a backward, so are they.
+Note: hooks and autograd. Three hooks on tensors are enough. Before a module's forward its inputs pass through views of
+themselves; a hook on such a view runs when its gradient is complete, which is when the backward of everything inside the
+module is over, and not, as a hook on the input itself would, when that of every other user of the input is. A hook on the
+module's outputs runs before its backward. A parameter's gradient is taken by a hook of autograd's accumulation node. These
+nodes run as soon as they can, before any hook on a view, so a unit's gradients are complete when its backward is reported as
+over; what comes later all the same (a parameter used again outside) is reduced at the end of the backward. The hooks of a
+pass hold its `Pass`; when the graph is freed without a backward, so are they.
 
-Under activation checkpointing a module's forward runs again inside the backward. Then it only needs its parameters.
 torch.compile is kept out of the hooks: what they do must happen at every call, so a compiled module calls them, and its
 graph begins after the first and ends before the second.
 """
@@ -115,13 +114,13 @@ class UnitHooks:
 
     def call(self, method: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A method of a module, with what goes before and after its forward."""
+        output = None
         try:
             args, kwargs = self.before_forward(module, args, kwargs, method=True)
             output = method(*args, **kwargs)
-        except BaseException:
-            self.after_forward(module, args, None)
-            raise
-        return self.after_forward(module, args, output)
+        finally:  # after an exception too
+            output = self.after_forward(module, args, output)
+        return output
 
     def _watch_inputs(self, runtime: Runtime, current: Pass, k: int, inputs: Any) -> Any:
         inputs, views = view_inputs(inputs)

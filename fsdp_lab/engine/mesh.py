@@ -11,7 +11,7 @@ outlive it, and torch's cached plans of operations hold meshes, so neither may h
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,17 +24,34 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_lab.base.streams import Streams, streams_of
-from fsdp_lab.engine.collectives import BufferPool, Group, ResizedStorage, ShardError, Unanswered, answered, pool_of
+from fsdp_lab.engine.collectives import BufferPool, Group, ResizedStorage, ShardError, answered, pool_of
 from fsdp_lab.engine.layout import Range
 
 _POST_FORWARD = "fsdp_lab post-forward"  # the description by which such a group is found again
 _BUILD = "make it with fsdp_lab.engine.build_mesh"
-Kept = Callable[[], Group | None] | None  # a weak reference: torch keeps a group until it is destroyed
+
+
+class WeakGroup:
+    """A field of a mesh for a group, which torch keeps until it is destroyed. None: of one rank, nothing is sent in it."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
+
+    def __set__(self, mesh: ShardMesh, group: Group | None) -> None:
+        mesh.__dict__[self._name] = None if group is None else weakref.ref(group)
+
+    def __get__(self, mesh: ShardMesh | None, owner: type) -> Group | None:
+        """Raises ShardError where the group was destroyed."""
+        kept = None if mesh is None else mesh.__dict__[self._name]
+        group: Group | None = None if kept is None else kept()
+        if kept is not None and group is None:
+            raise ShardError("the process group of this model was destroyed; init_process_group and shard a new model")
+        return group
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardMesh:
-    """This rank's place in a mesh. A group of one rank is None: nothing is sent in it."""
+    """This rank's place in a mesh."""
 
     device: torch.device
     device_mesh: DeviceMesh
@@ -42,36 +59,15 @@ class ShardMesh:
     shard_size: int  # F
     shard_rank: int  # in the shard group, 0..F-1
     replicas: int  # R
-    kept_shard_group: Kept
-    kept_replicate_group: Kept
-    kept_post_forward_group: Kept = None
-    counter: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(step=0), compare=False)  # for errors
+    shard_group: WeakGroup = WeakGroup()
+    replicate_group: WeakGroup = WeakGroup()  # the ranks that hold the same shard
+    post_forward_group: WeakGroup = WeakGroup()  # the smaller one to which parameters are resharded after the forward
+    # For errors: the step; phase and unit that are waited for.
+    now: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(step=0, waits_for=()), compare=False)
 
-    @property
-    def shard_group(self) -> Group | None:
-        return _alive(self.kept_shard_group)
-
-    @property
-    def replicate_group(self) -> Group | None:
-        """The ranks that hold the same shard."""
-        return _alive(self.kept_replicate_group)
-
-    @property
-    def post_forward_group(self) -> Group | None:
-        """The smaller group to which parameters are resharded after the forward."""
-        return _alive(self.kept_post_forward_group)
-
-    @property
-    def world_size(self) -> int:
-        return self.shard_size * self.replicas
-
-    def unanswered(self, error: Unanswered, what: str) -> ShardError:
-        """The error that says what this rank waited for, and in which step."""
-        return error.among(self.ranks, f"in step {self.counter.step} ({what})")
-
-    def answered(self, what: str) -> AbstractContextManager[None]:
-        """A context around collectives that are waited for at once, in which an error says so."""
-        return answered(self.ranks, f"in step {self.counter.step} ({what})")
+    def answered(self, what: str | None = None) -> AbstractContextManager[None]:
+        """A context around collectives that are waited for at once, in which an error says so; `what`: if no phase."""
+        return answered(self.ranks, lambda: f"in step {self.now.step} ({what or ' '.join(self.now.waits_for)})")
 
     @property
     def buffer_pool(self) -> BufferPool | None:
@@ -122,8 +118,8 @@ class ShardMesh:
             shard_size=1 if shard is None else mesh.size(shard),
             shard_rank=0 if shard is None else mesh.get_local_rank(shard),
             replicas=1 if replicate is None else mesh.size(replicate),
-            kept_shard_group=_group(mesh, shard),
-            kept_replicate_group=_group(mesh, replicate),
+            shard_group=_group(mesh, shard),
+            replicate_group=_group(mesh, replicate),
         )
 
     @classmethod
@@ -158,7 +154,7 @@ class ShardMesh:
             make: Any = dist.new_subgroups_by_enumeration
             with self.answered(f"fully_shard, groups of {size}"):
                 group, _ = make(parts, group_desc=None if own else _POST_FORWARD)
-        return replace(self, kept_post_forward_group=weakref.ref(group))
+        return replace(self, post_forward_group=group)
 
 
 def choose_device(
@@ -224,16 +220,8 @@ def letting_go(mesh: DeviceMesh) -> DeviceMesh:
     return mesh
 
 
-def _group(mesh: DeviceMesh, dimension: int | None) -> Kept:
-    return None if dimension is None or mesh.size(dimension) == 1 else weakref.ref(mesh.get_group(dimension))
-
-
-def _alive(kept: Kept) -> Group | None:
-    """Raises ShardError where the group was destroyed."""
-    group = None if kept is None else kept()
-    if kept is not None and group is None:
-        raise ShardError("the process group of this model was destroyed; init_process_group and shard a new model")
-    return group
+def _group(mesh: DeviceMesh, dimension: int | None) -> Group | None:
+    return None if dimension is None or mesh.size(dimension) == 1 else mesh.get_group(dimension)
 
 
 def gather_parts(mesh: ShardMesh, local: Tensor, ranges: Sequence[Range], numel: int) -> Tensor:

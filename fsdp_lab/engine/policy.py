@@ -37,17 +37,14 @@ class MixedPrecisionPolicy(fsdp.MixedPrecisionPolicy):
     @classmethod
     def of(cls, policy: fsdp.MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
         """The policy that `fully_shard` was given, which may be torch's."""
-        if policy is None:
-            return cls()
+        policy = cls() if policy is None else policy
         if not isinstance(policy, fsdp.MixedPrecisionPolicy):
             raise ShardError(f"mp_policy is a {type(policy).__name__}; give a MixedPrecisionPolicy")
         given = vars(policy)
         for name, dtype in given.items():
             is_floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
             if name.endswith("_dtype") and dtype is not None and not is_floating:
-                raise ShardError(
-                    f"mp_policy has {name}={dtype!r}; give a floating dtype, such as torch.bfloat16, or None"
-                )
+                raise ShardError(f"mp_policy has {name}={dtype!r}; give a floating dtype, as torch.bfloat16, or None")
         return cls(**given)
 
 
@@ -69,15 +66,11 @@ class ShardPolicy:
     rules: Rules
     has_own_prefetch: bool  # whether prefetching was chosen for this unit; it is one for all units of a root
     shard_optimizer_only: bool  # ZeRO-1: gradients and gathered parameters keep their storage
-    map_shards: bool = False  # gathered parameters are the shards of all ranks where they are: see extras/parameters.py
-
-    @property
-    def offload(self) -> OffloadPolicy:
-        return self.rules.offload
+    map_shards: bool = False  # what is gathered is a view of the ranks' shards, and no copy: see extras/parameters.py
 
     def is_on_host(self, mesh: ShardMesh) -> bool:
         """Returns whether master shards lie elsewhere than where they are gathered."""
-        return self.offload != OffloadPolicy.NONE and mesh.streams is not None
+        return self.rules.offload != OffloadPolicy.NONE and mesh.streams is not None
 
     def gathered_dtype(self, own: torch.dtype, kind: ModuleKind) -> torch.dtype:
         """The dtype in which a parameter of dtype `own`, in a module of that kind, is gathered."""

@@ -31,7 +31,7 @@ from torch.autograd.profiler import record_function
 
 from fsdp_lab.base.streams import CommStreams
 from fsdp_lab.engine.buffer import Reduction
-from fsdp_lab.engine.collectives import ShardError, Unanswered
+from fsdp_lab.engine.collectives import ShardError
 from fsdp_lab.engine.schedule import Direction, OffloadPolicy, Phase, PointSide, Schedule, UnitCall
 from fsdp_lab.engine.unit import Unit, UnitState
 
@@ -84,15 +84,16 @@ class Runtime:
         self.choices: dict[Unit, Unit] = {}  # units of which a forward may call some, as experts; and those around them
         self.agree: Callable[[Unit, str], None] = lambda unit, what: None  # raises where ranks' calls are not the same
         self.guard: Callable[[], None] = lambda: None  # called at the end of each backward
-        self._step, self._written = 0, -1  # of the optimizer: counted by how often it had written when a pass began
+        # The optimizer's steps so far, and how often it had written when the last was counted: see `begin`.
+        self._step, self._written = 0, -1
         self._forward: Pass | None = None  # the one under way
         self._backward: weakref.ref[Backward] | None = None  # the one under way; dead where an exception ended it
         self._reads_shards = False  # of other ranks, in the pass or the backward under way
-        self._held: set[Unit] = set()  # gathered for the second backward of a double one
+        self._held: list[Unit] = []  # gathered for the second backward of a double one
         self._index = {unit: i for i, unit in enumerate(self.units)}
         # Of the last pass from a unit, with gradients or without.
         self._schedules: dict[tuple[Unit, bool], Schedule] = {}
-        self._reducing: list[tuple[Unit, list[Reduction]]] = []  # in flight, oldest first
+        self.reducing: list[tuple[Unit, list[Reduction]]] = []  # in flight, oldest first
 
     @property
     def backward(self) -> Backward | None:
@@ -109,10 +110,10 @@ class Runtime:
             self._release()
             self._step, self._written = self._step + 1, written
         for other in self.units:
-            other.mesh.counter.step = self._step
+            other.mesh.now.step = self._step
             if other.policy.rules.reshard_after_forward and other is not unit and not other.asked_for:
                 other.reshard()
-            if other.policy.offload == OffloadPolicy.OPTIMIZER:  # which has stepped since
+            if other.policy.rules.offload == OffloadPolicy.OPTIMIZER:  # which has stepped since
                 with self.span(Phase.HOST_COPY, other):
                     other.copy_to_device(self.streams)
         # Inside `unshard` a rank may compute alone: from what it calls others would not know its schedule.
@@ -140,8 +141,12 @@ class Runtime:
             self.agree(unit, unit.name)
         self._free_stale(unit)
         k = current.enter(self._index[unit])
-        self._issue(current, Direction.FORWARD, k, PointSide.BEFORE)
-        self.make_ready(unit)
+        try:
+            self._issue(current, Direction.FORWARD, k, PointSide.BEFORE)
+            self.make_ready(unit)
+        except BaseException:
+            self.close(current, k)
+            raise
         self._begin_computing(unit, current, k)
         return current, k
 
@@ -201,9 +206,8 @@ class Runtime:
         self._begin_computing(unit, current, k)
         if torch.is_grad_enabled():
             backward.makes_graph = True
-            if unit not in self._held:
-                self._held.add(unit)
-                unit.pins += 1
+            self._held.append(unit)
+            unit.pins += 1
 
     def after_backward(self, unit: Unit, current: Pass, k: int) -> None:
         """Gradients of a call's inputs are there, hence those of its parameters: free it, and reduce them."""
@@ -254,7 +258,7 @@ class Runtime:
                     self.after_backward(self.units[current.calls[k].unit], current, k)
         for unit in reversed(self.units):
             self._reduce(unit)
-        while self._reducing:
+        while self.reducing:
             self._advance_reductions(last=True)
         self._backward = None
         if not backward.makes_graph:
@@ -282,7 +286,7 @@ class Runtime:
     def _unshard(self, unit: Unit) -> None:
         self._free_stale(unit)
         if unit.is_sharded:
-            if unit.policy.offload == OffloadPolicy.ALL and unit.state is UnitState.SHARDED:
+            if unit.policy.rules.offload == OffloadPolicy.ALL and unit.state is UnitState.SHARDED:
                 with self.span(Phase.HOST_COPY, unit):
                     unit.copy_to_device(self.streams)
             with self.span(Phase.UNSHARD, unit):
@@ -296,20 +300,16 @@ class Runtime:
     def make_ready(self, unit: Unit) -> None:
         """Gather a unit now, unless it is."""
         if unit.state is not UnitState.UNSHARDED or unit.is_stale:
-            try:
-                self._unshard(unit)
-                unit.wait_for_unshard()
-            except Unanswered as e:
-                raise unit.mesh.unanswered(e, _label(Phase.UNSHARD, unit)) from e
+            self._unshard(unit)
+            unit.wait_for_unshard()
         self._reads_shards |= unit.policy.map_shards and not unit.asked_for
 
     def _reshard(self, unit: Unit) -> None:
         if self._is_at_work(unit):
             return
-        current = self._forward
-        post_forward = unit.mesh.post_forward_group is not None and current is not None and current.with_backward
+        needs_it_again = self._forward is not None and self._forward.with_backward
         with self.span(Phase.RESHARD, unit):
-            unit.reshard(post_forward=post_forward)
+            unit.reshard(to=unit.mesh.post_forward_group if needs_it_again else None)
 
     def _reduce(self, unit: Unit) -> None:
         """The oldest whole gradient in flight is freed before the next one is sent, where their limit is reached."""
@@ -321,23 +321,24 @@ class Runtime:
             return
         self._advance_reductions(but=self.rules.limit_reductions - 1)
         with self.span(Phase.REDUCE, unit):
-            self._reducing.append((unit, unit.reduce(self.streams)))
+            self.reducing.append((unit, unit.reduce(self.streams)))
 
     def _advance_reductions(self, *, but: int = 0, last: bool = False) -> None:
-        """Wait for the collectives in flight, the last issued first, and issue what follows them: in hybrid sharding the
-        all-reduce of a unit then runs beside the reduce-scatter and the backward of the next. `but`: so many units, the last
-        ones, are left in flight. `last`: it is the end of the backward."""
-        for unit, reductions in self._reducing[: max(0, len(self._reducing) - but)][::-1]:
+        """Wait for the collectives in flight, and issue what follows them: in hybrid sharding the all-reduce of a unit then
+        runs beside the reduce-scatter and the backward of the next. The last issued comes first: its all-reduce is issued
+        before an older unit's is waited for. `but`: so many units, the last ones, are left in flight. `last`: it is the end
+        of the backward."""
+        for unit, reductions in self.reducing[: max(0, len(self.reducing) - but)][::-1]:
             ends = all(reduction.ends(last=last) for reduction in reductions)
-            copies = ends and unit.policy.offload != OffloadPolicy.NONE  # under offload its shard then is on the host
-            try:
-                with self.span(Phase.HOST_COPY, unit) if copies else self.around(Phase.REDUCE, unit.name):
-                    for reduction in reductions:
-                        reduction.advance(ends=ends)
-            except Unanswered as e:
-                raise unit.mesh.unanswered(e, _label(Phase.REDUCE, unit)) from e
+            copies = (
+                ends and unit.policy.rules.offload != OffloadPolicy.NONE
+            )  # under offload its shard then is on the host
+            unit.mesh.now.waits_for = Phase.REDUCE, unit.name or "root"
+            with self.span(Phase.HOST_COPY, unit) if copies else self.around(Phase.REDUCE, unit.name):
+                for reduction in reductions:
+                    reduction.advance(ends=ends)
             if ends:
-                self._reducing.remove((unit, reductions))
+                self.reducing.remove((unit, reductions))
                 for hook in [hook for flat in unit.flats for hook in flat.reduce_hooks.values()]:
                     hook()
 
@@ -347,7 +348,7 @@ class Runtime:
         """A context, to be entered at once: a phase under its name, for the watcher and for profiler traces."""
         self._tell(phase, unit)
         around = self.around(phase, unit.name)
-        return around if not torch.autograd._profiler_enabled() else _named(_label(phase, unit), around)
+        return around if not torch.autograd._profiler_enabled() else _named(f"{phase} {unit.name or 'root'}", around)
 
     def _tell(self, phase: Phase, unit: Unit) -> None:
         if self.watch is not None:
@@ -357,8 +358,8 @@ class Runtime:
         """Begins a span that ends in another hook, or with the pass."""
         self._tell(Phase.COMPUTE, unit)
         if torch.autograd._profiler_enabled():
-            current.spans[k] = record_function(_label(Phase.COMPUTE, unit))
-            current.spans[k].__enter__()  # type: ignore[no-untyped-call]
+            span: Any = record_function(f"{Phase.COMPUTE} {unit.name or 'root'}")
+            current.spans[k] = span.__enter__()
 
     def _end_computing(self, current: Pass, k: int) -> None:
         if current.spans and (span := current.spans.pop(k, None)) is not None:
@@ -366,21 +367,17 @@ class Runtime:
 
     # -- the rest ---------------------------------------------------------------------------------------------------
 
-    @property
-    def reducing(self) -> tuple[Reduction, ...]:
-        """The gradients in flight."""
-        return tuple(reduction for _, reductions in self._reducing for reduction in reductions)
-
     def reset(self) -> None:
         """Called after an exception in the middle of a step: frees everything; of a backward, forgets what was not
         reduced."""
         for flat in (flat for unit in self.units if self._backward is not None for flat in unit.flats):
             flat.gradients.drop()
+        for reduction in (reduction for _, reductions in self.reducing for reduction in reductions):
+            reduction.drop()
         self._forward = self._backward = None
-        self._reducing = []
-        with self.root.mesh.answered("what an exception left in flight"):
-            self._release()
-            self._free_all()
+        self.reducing = []
+        self._release()
+        self._free_all()
 
     def _is_at_work(self, unit: Unit) -> bool:
         """Returns whether a call of the unit is under way, in a forward or in a backward."""
@@ -393,10 +390,10 @@ class Runtime:
         for unit in self._held:
             unit.pins -= 1
             unit.reshard()
-        self._held = set()
+        self._held = []
 
     def _free_all(self) -> None:
-        if any(unit.policy.offload != OffloadPolicy.NONE for unit in self.units):
+        if any(unit.policy.rules.offload != OffloadPolicy.NONE for unit in self.units):
             self.streams.to_device.synchronize()  # the optimizer may write next to what was copied from the host
         for unit in self.units:
             if not self._is_at_work(unit):
@@ -416,7 +413,3 @@ class Runtime:
 def _named(label: str, around: AbstractContextManager[Any]) -> Iterator[None]:
     with record_function(label), around:
         yield
-
-
-def _label(phase: Phase, unit: Unit) -> str:
-    return f"{phase.value} {unit.name or 'root'}"

@@ -9,9 +9,9 @@ end. At each call there are four points: before and after its forward, before an
 Note: what stays gathered. With resharding after forward (arXiv 2304.11277, section 3.2.1) every unit is freed after its
 forward and gathered again for its backward. But the units that the backward needs first (the root, and the unit it begins
 with) would be gathered again immediately, so they stay gathered. No more than these: between the two passes, where the loss
-is computed, activations are at their most. A unit that is called more than once stays from
-its last call on; earlier it would add to the memory of the units in between. If nothing is freed after the forward (ZeRO-2),
-the limiter counts only the unit that computes and those gathered ahead: waiting for the others would have no effect.
+is computed, activations are at their most. Of a unit that is called more than once only the last call may leave it gathered:
+an earlier one would add to the memory of the units in between. If nothing is freed after the forward (ZeRO-2), the limiter
+counts only the unit that computes and those gathered ahead: waiting for the others would have no effect.
 """
 
 from __future__ import annotations

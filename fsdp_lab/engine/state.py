@@ -72,9 +72,8 @@ def load_full_state(module: nn.Module, values: Mapping[str, Tensor] | Callable[[
             _check_tensor(shard, values.get(shard.name))
         values = values.__getitem__
     elif not callable(values):
-        raise ShardError(
-            f"a {type(values).__name__} was given where values are needed; give a dict, or a function of names"
-        )
+        kind = type(values).__name__
+        raise ShardError(f"a {kind} was given where values are needed; give a dict, or a function of names")
     for shard in shards:
         whole = values(shard.name)
         _check_tensor(shard, whole)

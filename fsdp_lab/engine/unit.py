@@ -1,6 +1,7 @@
 """`Unit`: the parameters of one wrapped module, gathered and freed together.
 
-unshard -> wait_for_unshard -> (computation) -> reshard; then, from autograd's gradients, reduce.
+unshard -> wait_for_unshard -> (computation) -> reshard; then, from autograd's gradients, reduce. One gather has three names:
+`FlatBuffer.gather` issues that of a buffer, `Unit.unshard` those of a unit, and `Runtime.make_ready` waits for them too.
 """
 
 import enum
@@ -9,11 +10,11 @@ from collections.abc import Sequence
 from torch import nn
 
 from fsdp_lab.base.streams import CommStreams
-from fsdp_lab.engine.buffer import FlatBuffer, Reduction
-from fsdp_lab.engine.collectives import CommHandle
+from fsdp_lab.engine.buffer import FlatBuffer, Reduction, part_of
+from fsdp_lab.engine.collectives import CommHandle, Group
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.policy import ShardPolicy
-from fsdp_lab.engine.schedule import OffloadPolicy
+from fsdp_lab.engine.schedule import OffloadPolicy, Phase
 
 
 class UnitState(enum.Enum):
@@ -45,7 +46,7 @@ class Unit:
     def copy_to_device(self, streams: CommStreams) -> None:
         """Under offload: issue the copies from the host with which a gather begins."""
         with streams.to_device.entered():
-            if self.policy.offload == OffloadPolicy.OPTIMIZER:  # copied to the same place each time
+            if self.policy.rules.offload == OffloadPolicy.OPTIMIZER:  # copied to the same place each time
                 streams.to_device.wait_for(streams.gather)
             for flat in self.flats:
                 flat.copy_to_device()
@@ -77,22 +78,24 @@ class Unit:
                 flat.use_unsharded_views()
             self.state = UnitState.UNSHARDED
 
-    def reshard(self, *, post_forward: bool = False) -> None:
-        """Free what was gathered, unless it is pinned; `post_forward`: keep what the smaller group shares."""
+    def reshard(self, *, to: Group | None = None) -> None:
+        """Free what was gathered, unless it is pinned. `to`: the smaller group that shares it, of which this rank keeps its
+        part."""
         if self.state is UnitState.SHARDED or self.pins:
             return
         if self.state is UnitState.GATHERING:
             self._wait()
         self.asked_for = False
         for flat in self.flats:
-            if post_forward and self.state is UnitState.UNSHARDED:
-                flat.keep_post_forward_shard()
-            elif not post_forward:
+            if to is None:
                 flat.post_forward_shard = None
+            elif self.state is UnitState.UNSHARDED:
+                flat.post_forward_shard = part_of(flat.full, to).clone()
             flat.use_sharded_views()
-        self.state = UnitState.SHARDED_POST_FORWARD if post_forward else UnitState.SHARDED
+        self.state = UnitState.SHARDED if to is None else UnitState.SHARDED_POST_FORWARD
 
     def _wait(self) -> None:
+        self.mesh.now.waits_for = Phase.UNSHARD, self.name or "root"
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.wait()

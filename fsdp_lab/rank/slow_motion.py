@@ -112,7 +112,7 @@ class PhaseStepper(Generic[T]):
 def holdings(module: nn.Module) -> list[ParameterHolding]:
     """What this rank holds of every parameter now."""
     unit_of = {id(flat): unit for unit in units_of(module) for flat in unit.flats}
-    reducing = {id(reduction.target) for reduction in runtime_of(module).reducing}
+    reducing = {id(reduction.target) for _, some in runtime_of(module).reducing for reduction in some}
     states = {UnitState.UNSHARDED: "unsharded", UnitState.GATHERING: "gathering"}
     return [
         ParameterHolding(

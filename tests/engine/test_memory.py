@@ -111,7 +111,7 @@ def held(model: Model) -> Counter[str]:
             "gradients": [flat.gradients.reduced],
         }.items():
             found[kind] += sum(t.untyped_storage().nbytes() for t in tensors if t is not None)
-    sent = [reduction.unsharded for reduction in runtime_of(model).reducing]
+    sent = [reduction.unsharded for _, some in runtime_of(model).reducing for reduction in some]
     found["unsharded gradients"] += sum(t.nbytes for t in sent if t is not None)
     return found
 
@@ -144,7 +144,7 @@ class Auditor:
         got, flat = held(self.model), self.units[""].flats[0]
         alive = {n for n, u in self.units.items() if u.state in (UnitState.GATHERING, UnitState.UNSHARDED)}
         filling = {name for name, u in self.units.items() if any(flat.gradients.is_waiting for flat in u.flats)}
-        reducing = {self.of[id(r.target)] for r in self.runtime.reducing if r.unsharded is not None}
+        reducing = {self.of[id(r.target)] for _, some in self.runtime.reducing for r in some if r.unsharded is not None}
         # ZeRO-1 keeps what it gathered once
         self.ever = self.ever | alive if self.strategy.sharding == "zero1" else alive
         assert got["unsharded"] == (0 if flat.is_view_of_master else self.whole(self.ever, self.gathered)), where

@@ -196,8 +196,8 @@ def test_a_wait_that_is_left_out_is_found(pool: Pool) -> None:
 def _without_references(place: Place, name: str) -> Any:
     """Handles keep nothing until they have been waited for."""
 
-    def forgetful(handle: Any, stream: Any, work: Any, keeps: Any = (), then: Any = None) -> None:
-        made(handle, stream, work, (), then)
+    def forgetful(handle: Any, stream: Any, work: Any, keeps: Any = (), *rest: Any, **options: Any) -> None:
+        made(handle, stream, work, (), *rest, **options)
 
     made = CommHandle.__init__
     with patch.object(CommHandle, "__init__", forgetful):

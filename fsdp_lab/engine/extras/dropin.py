@@ -45,7 +45,7 @@ def fully_shard(
     shard_optimizer_only: bool = False,
     map_shards: bool = False,
     ignored_params: Collection[nn.Parameter] | None = (),
-    group_of: api.GroupOf = api.one_group,
+    group_of: api.GroupOf = lambda name, parameter: "all",
 ) -> Any:
     """Make a module a unit of Fully Sharded Data Parallel (arXiv 2304.11277, section 3); collective over the mesh.
 
@@ -295,7 +295,7 @@ class UnshardHandle:
 
     def _issue(self) -> None:
         for unit in self._units:
-            if unit.is_sharded and unit.policy.offload != OffloadPolicy.NONE:
+            if unit.is_sharded and unit.policy.rules.offload != OffloadPolicy.NONE:
                 unit.copy_to_device(self._runtime.streams)
             if unit.policy.map_shards and not unit.asked_for:  # the caller is given copies, which he may write to
                 pins, unit.pins = unit.pins, 0

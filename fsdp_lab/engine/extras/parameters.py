@@ -179,14 +179,6 @@ class ShardedBuffer(FlatBuffer):
         super().__init__(*args, **options)
         self.gradients.mark_runs(self.master, self.sharded)
 
-    def _make_gathered(self) -> Any:
-        pool: Any = self.mesh.buffer_pool
-        return pool.map_shards(self.layout.shard_numel, self.dtype) if self.is_mapped else super()._make_gathered()
-
-    def _make_master(self) -> Tensor:
-        master: Tensor = self.gathered.shard.zero_() if self.is_mapped else super()._make_master()
-        return master
-
     def _make_gradients(self) -> ShardedGradients:
         return ShardedGradients(self)
 

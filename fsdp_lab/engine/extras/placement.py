@@ -167,7 +167,7 @@ converted: Callable[..., Tensor] = _Conversion.apply
 def mean_over_ranks(grad: Tensor, mesh: DeviceMesh) -> Tensor:
     """A gradient of what all ranks have alike, to which each adds its own data's part."""
     summed = grad.contiguous().clone()
-    with answered(mesh.mesh.flatten().tolist(), "(the gradient of a whole tensor)"):
+    with answered(mesh.mesh.flatten().tolist(), lambda: "(the gradient of a whole tensor)"):
         for dimension in range(mesh.ndim):
             dist.all_reduce(summed, group=mesh.get_group(dimension))
     return summed.div_(mesh.size())

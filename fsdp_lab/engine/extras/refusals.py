@@ -71,7 +71,7 @@ def of_mapping(taken: Iterable[Taken], mesh: ShardMesh, policy: ShardPolicy) -> 
     if not policy.map_shards:
         return
     shares = mesh.device.type == "cpu" and (mesh.shard_group is None or mesh.buffer_pool is not None)
-    if not shares or policy.offload != OffloadPolicy.NONE or mesh.post_forward_group is not None:
+    if not shares or policy.rules.offload != OffloadPolicy.NONE or mesh.post_forward_group is not None:
         yield ("map_shards is for ranks on CPUs that share memory, as by fsdp_lab.init_process_group(), without "
                "offload_policy, and without a number in reshard_after_forward; leave one of them out")  # fmt: skip
     for t in taken:

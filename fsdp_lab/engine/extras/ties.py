@@ -45,6 +45,8 @@ def untie(hooks: UnitHooks, tied: Collection[int]) -> None:
                 continue
             for module, attribute in flat.uses[i]:
                 setattr(module, attribute, original)
-        flats += [flat.rebuild(kept)] if kept else []
+        entries = [(flat.originals[i], flat.uses[i], flat.names[i], flat.layout.slots[i].group) for i in kept]
+        if entries:
+            flats.append(type(flat)(entries, mesh=flat.mesh, policy=flat.policy, dtype=flat.dtype))
     unit.flats = tuple(flats)
     hooks.install()

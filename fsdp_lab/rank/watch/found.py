@@ -257,7 +257,7 @@ class FoundFlat(FlatTensors, PlainModel):
         return Setup(
             sharding=sharding,
             shard_size=root.mesh.shard_size,
-            offload=str(next((flat.policy.offload.value for flat in engine.flats_of(self.module)), "none")),
+            offload=str(next((flat.policy.rules.offload.value for flat in engine.flats_of(self.module)), "none")),
             groups=root.mesh.device_mesh.get_all_groups() if dist.is_initialized() else [],
             compute=mp.param_dtype,
             reduce=mp.reduce_dtype or mp.param_dtype,
