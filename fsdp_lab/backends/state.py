@@ -24,7 +24,7 @@ from fsdp_lab.backends.base import Backend, original_name, scalars_of, seed_stat
 from fsdp_lab.base.errors import ArgumentError, FieldError
 from fsdp_lab.base.tensors import map_tensors
 from fsdp_lab.engine import ParamShard
-from fsdp_lab.engine.collectives import gather_texts
+from fsdp_lab.engine.extras.refusals import gather_texts
 from fsdp_lab.models.build import Values
 
 PARAM = "param"

@@ -101,19 +101,6 @@ def all_reduce(tensor: Tensor, group: Group) -> dist.Work | None:
     return work
 
 
-def gather_texts(text: str, group: Group, device: torch.device) -> list[str]:
-    """The texts of all ranks of a group, in rank order. torch's functions for objects need NumPy, and the engine torch
-    only."""
-    own = torch.frombuffer(bytearray(text.encode()) + b"\0", dtype=torch.uint8).to(device)  # never empty
-    sizes = torch.zeros(group.size(), dtype=torch.int64, device=device)
-    sizes[group.rank()] = own.numel()
-    dist.all_reduce(sizes, group=group)
-    padded = torch.nn.functional.pad(own, (0, int(sizes.max()) - own.numel()))
-    parts = [torch.empty_like(padded) for _ in range(group.size())]
-    dist.all_gather(parts, padded, group=group)
-    return [bytes(part[: size - 1].tolist()).decode() for part, size in zip(parts, sizes.tolist(), strict=True)]
-
-
 def _real(tensor: Tensor) -> Tensor:
     """Complex numbers as pairs of real ones, side by side: no backend of torch sends them otherwise."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor

@@ -289,7 +289,8 @@ class UnshardHandle:
     def __exit__(self, *_: object) -> None:
         for unit in self._units:
             unit.pins -= 1
-            for flat in unit.flats:
+            flats: Sequence[Any] = unit.flats  # `ShardedBuffer`s
+            for flat in flats:
                 flat.write_back()
             unit.reshard()
 

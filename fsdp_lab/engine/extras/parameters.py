@@ -198,6 +198,25 @@ class ShardedBuffer(FlatBuffer):
         (start, stop), (begin, _) = self.layout.in_shard(slot, rank), self.layout.region_in_shard(slot.group, rank)
         return self.gradients.regions[slot.group], start - begin if start < stop else 0
 
+    def write_back(self) -> None:
+        """Copy what was written into gathered parameters to the shard, element by element where bits differ."""
+        assert not self.is_mapped or self.gathered.is_held, "they are copies"
+        for p, view in zip(self.parameters, self._views, strict=True):
+            if p.data_ptr() != view.data_ptr() and p.shape == view.shape:
+                view.copy_(p.data)  # it was given other data
+                p.data = view
+        start, stop = self.layout.shard(self.mesh.shard_rank)
+        now = self.full[start:stop].to(self.master.device)
+        if self.dtype != self.master.dtype:
+            # As bytes: -0.0 is not 0.0, and a NaN equals itself.
+            bits, others = (t.unsqueeze(1).view(torch.uint8) for t in (now, self.master.to(self.dtype)))
+            changed = (bits != others).any(dim=1)
+            self.master.copy_(torch.where(changed, now.to(self.master.dtype), self.master))
+        elif not self.is_view_of_master:
+            self.master.copy_(now)
+        self._versions = [p._version for p in self.parameters]
+        self._gathered_version = self.master._version
+
     def replace(self, i: int) -> ShardedParameter:
         """Let modules hold another object for a parameter, as `load_state_dict(assign=True)` does; the values stay. What the
         caller gave to an optimizer before is refused at its step, which else would go on or do nothing."""

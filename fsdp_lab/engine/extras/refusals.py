@@ -10,7 +10,7 @@ from torch import distributed as dist, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_lab.engine.api import Taken
-from fsdp_lab.engine.collectives import ShardError, gather_texts
+from fsdp_lab.engine.collectives import Group, ShardError
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.policy import ModuleKind, ShardPolicy
 from fsdp_lab.engine.schedule import OffloadPolicy, PrefetchPolicy
@@ -112,6 +112,19 @@ def of_units(
             if a != b:
                 yield (f"prefetch_policy is one for all units of a model, and {one} was given {field.name}={a}, {other} "
                        f"{field.name}={b}; give it to the outermost module only")  # fmt: skip
+
+
+def gather_texts(text: str, group: Group, device: torch.device) -> list[str]:
+    """The texts of all ranks of a group, in rank order. torch's functions for objects need NumPy, and the engine torch
+    only."""
+    own = torch.frombuffer(bytearray(text.encode()) + b"\0", dtype=torch.uint8).to(device)  # never empty
+    sizes = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    sizes[group.rank()] = own.numel()
+    dist.all_reduce(sizes, group=group)
+    padded = torch.nn.functional.pad(own, (0, int(sizes.max()) - own.numel()))
+    parts = [torch.empty_like(padded) for _ in range(group.size())]
+    dist.all_gather(parts, padded, group=group)
+    return [bytes(part[: size - 1].tolist()).decode() for part, size in zip(parts, sizes.tolist(), strict=True)]
 
 
 def check_equal_on_all_ranks(mesh: ShardMesh, entries: list[str], refusal: str | None) -> None:

@@ -28,7 +28,7 @@ from fsdp_lab.base.errors import ArgumentError, check_whole, is_number, is_whole
 from fsdp_lab.base.events import UNKNOWN_TRAFFIC, StepEvent
 from fsdp_lab.base.hang import LoopPlace
 from fsdp_lab.base.tensors import tensors_in
-from fsdp_lab.engine.collectives import gather_texts
+from fsdp_lab.engine.extras.refusals import gather_texts
 from fsdp_lab.models.flops import BestPeak, device_peak
 from fsdp_lab.rank.abort import INTERRUPTED, first_line
 from fsdp_lab.rank.measure import StepMeter, StepReader, device_name, fidelity_notes, software
