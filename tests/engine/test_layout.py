@@ -1,7 +1,5 @@
 """Where parameters lie, over any shapes: nothing is lost, nothing is kept twice."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """What the README of the engine says of its code is so."""
 
-from __future__ import annotations
-
 import pkgutil
 import re
 import sys

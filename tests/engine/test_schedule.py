@@ -1,7 +1,5 @@
 """What a schedule promises, over random trees of calls and random rules; and one that is written out by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The engine in one file (`fsdp_lab/engine/tiny.py`) has FSDP2's bits, by its own hooks and by the lab's."""
 
-from __future__ import annotations
-
 import copy
 import re
 from functools import partial
