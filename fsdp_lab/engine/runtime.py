@@ -330,9 +330,7 @@ class Runtime:
         of the backward."""
         for unit, reductions in self.reducing[: max(0, len(self.reducing) - but)][::-1]:
             ends = all(reduction.ends(last=last) for reduction in reductions)
-            copies = (
-                ends and unit.policy.rules.offload != OffloadPolicy.NONE
-            )  # under offload its shard then is on the host
+            copies = ends and unit.policy.rules.offload != OffloadPolicy.NONE  # its shard then is on the host
             unit.mesh.now.waits_for = Phase.REDUCE, unit.name or "root"
             with self.span(Phase.HOST_COPY, unit) if copies else self.around(Phase.REDUCE, unit.name):
                 for reduction in reductions:
