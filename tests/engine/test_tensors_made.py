@@ -1,5 +1,7 @@
 """What a step of a settled training makes: Python objects of tensors cost the host more than the work they stand for."""
 
+from __future__ import annotations
+
 from copy import deepcopy
 from typing import Any
 

@@ -42,7 +42,8 @@ def everywhere(
 ) -> Any:
     """A test for each of a module's functions so far that are given a place alone and return nothing, with its ranks."""
     own = [s for s in module.values() if getattr(s, "__module__", "") == module["__name__"] and s not in but]
-    found = [s for s in own if getattr(s, "__annotations__", {}) == {"place": "Place", "return": "None"}]
+    noted = [{k: getattr(v, "__name__", str(v)) for k, v in getattr(s, "__annotations__", {}).items()} for s in own]
+    found = [s for s, of in zip(own, noted, strict=True) if of == {"place": "Place", "return": "None"}]
     rows = [pytest.param(s, 4 if s in of_four else 2, marks=[pytest.mark.slow] * (s in slow)) for s in found]
     return pytest.mark.parametrize(("scenario", "ranks"), rows, ids=lambda v: getattr(v, "__name__", str(v)))
 
