@@ -84,15 +84,16 @@ def test_a_link_can_be_cut_for_good(pool: Pool) -> None:
 
 @pytest.mark.slow
 def test_a_slow_link_holds_all_ranks_up_and_changes_no_bit(pool: Pool, steady: list[float]) -> None:
-    """From chunk to chunk, until it is taken back."""
-    slow = call("arm", {"kind": "slow", "ranks": [1], "link": "1 MB/s"})
+    """From chunk to chunk, until it is taken back. On a busy machine a rank may begin a step after another one's link has."""
+    slow, held_up = call("arm", {"kind": "slow", "ranks": [1], "link": "1 MB/s"}), []
     calls = (apply(spec()), train(2), slow, train(1), train(2), call("disarm"), train(2))
     for _, *answers in play(pool, 2, *calls, reduction="rank_ordered"):
         chunks = [[StepEvent.from_dict(e) for e in a["events"]] for a in answers if "events" in a]
         assert [e.mean_loss for chunk in chunks for e in chunk] == steady[:7]
-        for e in chunks[2]:
-            sent = sum(t.link_bytes for kind, t in e.comm.items() if kind != "control")
-            assert e.step_time_s > 0.9 * sent / 1e6 > 0.1
+        held_up.append(chunks[2])
+    for of_ranks in zip(*held_up, strict=True):
+        sent = max(sum(t.link_bytes for kind, t in e.comm.items() if kind != "control") for e in of_ranks)
+        assert max(e.step_time_s for e in of_ranks) > 0.9 * sent / 1e6 > 0.1
 
 
 def _slower_than_the_wire(place: Place) -> float | None:
