@@ -84,7 +84,7 @@ def test_a_link_can_be_cut_for_good(pool: Pool) -> None:
 
 @pytest.mark.slow
 def test_a_slow_link_holds_all_ranks_up_and_changes_no_bit(pool: Pool, steady: list[float]) -> None:
-    """From chunk to chunk, until it is taken back. On a busy machine a rank may begin a step after another one's link has."""
+    """From chunk to chunk, until it is taken back. A busy machine may let one rank begin a step late: not the slowest."""
     slow, held_up = call("arm", {"kind": "slow", "ranks": [1], "link": "1 MB/s"}), []
     calls = (apply(spec()), train(2), slow, train(1), train(2), call("disarm"), train(2))
     for _, *answers in play(pool, 2, *calls, reduction="rank_ordered"):
