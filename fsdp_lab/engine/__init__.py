@@ -25,4 +25,10 @@ else:  # a type checker would take any name for one of `__getattr__`
         """Imports them at the first use of one: Specs and the planner read the schedule where torch is not installed."""
         import fsdp_lab.engine.extras as extras
 
-        return getattr(extras, name)
+        value = globals()[name] = getattr(extras, name)  # the next access does not come here
+        return value
+
+    def __dir__() -> list[str]:
+        import fsdp_lab.engine.extras as extras
+
+        return sorted({*globals(), *dir(extras)})

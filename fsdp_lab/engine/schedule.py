@@ -52,7 +52,7 @@ class Point(NamedTuple):
 
     direction: Direction
     call: int
-    moment: PointSide
+    side: PointSide
 
 
 class UnitCall(NamedTuple):
@@ -167,7 +167,7 @@ class Schedule:
     def backward_order(self) -> tuple[int, ...]:
         """The calls in the order in which their backwards begin."""
         back = (point for point in self.walk if point.direction is Direction.BACKWARD)
-        return tuple(point.call for point in back if point.moment is PointSide.BEFORE)
+        return tuple(point.call for point in back if point.side is PointSide.BEFORE)
 
     @cached_property
     def never_reshards(self) -> frozenset[int]:
@@ -223,7 +223,7 @@ class Schedule:
         for unit in self._upcoming[point.direction]:
             if len(units) == depth:
                 break
-            if unit != own or point.moment is PointSide.AFTER:
+            if unit != own or point.side is PointSide.AFTER:
                 units[unit] = None
         counted = len(gathered - (self.never_reshards & self._begun - {own}) if self.backward else gathered)
         room = self.rules.limit + 1 - counted if self.rules.limit else depth

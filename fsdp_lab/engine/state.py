@@ -101,7 +101,7 @@ def gather_one(flat: FlatBuffer, number: int) -> Tensor:
 
 def _check_tensor(shard: ParamShard, value: Any) -> None:
     """Raises ShardError."""
-    what = f"a {type(value).__name__}"
+    what = "no value" if value is None else f"a {type(value).__name__}"
     if isinstance(value, Tensor) and not isinstance(value, DTensor):
         if value.shape == shard.shape and not value.is_meta:
             return

@@ -121,7 +121,7 @@ class _Step:
         for segment in tape:
             point = segment.point
             unit = calls[point.call].unit
-            is_last = point.direction is Direction.BACKWARD and point.call == 0 and point.moment is PointSide.AFTER
+            is_last = point.direction is Direction.BACKWARD and point.call == 0 and point.side is PointSide.AFTER
             tracker.where = (point.direction, unit)
             if not is_last:
                 model.at(point)

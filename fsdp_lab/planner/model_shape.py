@@ -193,7 +193,7 @@ class ModelShape:
             for c in segment.changes:
                 whose = () if c.index < 0 else (c.index,) if c.unit is None else (c.index, c.unit)
                 row.append([_KINDS.index(c.kind), sizes.number(_terms(c.size)), *whose])
-            return [_DIRECTIONS.index(p.direction), p.call, _MOMENTS.index(p.moment), changes.number(row)]
+            return [_DIRECTIONS.index(p.direction), p.call, _SIDES.index(p.side), changes.number(row)]
 
         tapes = {name: [to_row(segment) for segment in tape] for name, tape in self.tapes.items()}
         d: dict[str, Any] = {"name": self.name, "units": units.rows, "sequence": sequence}
@@ -208,8 +208,8 @@ class ModelShape:
         sizes = [_size(terms) for terms in d["sizes"]]
         changes = [tuple(_change_from_list(x, sizes) for x in row) for row in d["changes"]]
 
-        def segment(direction: int, call: int, moment: int, row: int) -> TapeSegment:
-            return TapeSegment(Point(_DIRECTIONS[direction], call, _MOMENTS[moment]), changes[row])
+        def segment(direction: int, call: int, side: int, row: int) -> TapeSegment:
+            return TapeSegment(Point(_DIRECTIONS[direction], call, _SIDES[side]), changes[row])
 
         return cls(
             name=d["name"],
@@ -239,7 +239,7 @@ class _Table:
 
 
 _DIRECTIONS = (Direction.FORWARD, Direction.BACKWARD, Direction.UPDATE)
-_MOMENTS = (PointSide.BEFORE, PointSide.AFTER)
+_SIDES = (PointSide.BEFORE, PointSide.AFTER)
 
 
 _KINDS = (ALLOCATED, FREED, MADE, ARRIVED)

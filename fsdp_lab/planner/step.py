@@ -449,4 +449,4 @@ def computes(action: Action, schedule: Schedule) -> bool:
     if action.point.call not in schedule.enclosing:
         return True
     after = PointSide.AFTER if action.point.direction is Direction.FORWARD else PointSide.BEFORE
-    return action.point.moment is after
+    return action.point.side is after

@@ -73,7 +73,7 @@ def scheduled(strategy: Strategy) -> list[Said]:
     return [
         (a.phase, NAMES[a.unit], a.point.direction)
         for a in schedule_of(strategy).actions
-        if a.phase is not Phase.OPTIM and (a.phase is not Phase.COMPUTE or a.point.moment is PointSide.BEFORE)
+        if a.phase is not Phase.OPTIM and (a.phase is not Phase.COMPUTE or a.point.side is PointSide.BEFORE)
     ]
 
 

@@ -17,7 +17,7 @@ def peak_in_theory(spec: Spec, shape: ModelShape) -> float:
     samples, tokens = spec.workload.micro_batch, shape.tokens(spec.workload.seq_len)
     tape = tape_of(shape, spec)
     begins = (Direction.BACKWARD, PointSide.BEFORE)
-    order = [shape.call_tree[s.point.call].unit for s in tape if (s.point.direction, s.point.moment) == begins][1:]
+    order = [shape.call_tree[s.point.call].unit for s in tape if (s.point.direction, s.point.side) == begins][1:]
     keeps_all = not spec.strategy.reshards_after_forward
     state = 3 * sum(u.shard for u in units) + units[0].gathered
 
@@ -34,7 +34,7 @@ def peak_in_theory(spec: Spec, shape: ModelShape) -> float:
     for segment in tape:
         unit, point = shape.call_tree[segment.point.call].unit, segment.point
         if unit and point.direction is Direction.BACKWARD:
-            place, is_over = order.index(unit), point.moment is PointSide.AFTER
+            place, is_over = order.index(unit), point.side is PointSide.AFTER
             held = engine(place, is_over=is_over)
             if is_over:
                 taken_out = sum(units[u].shard for u in order[max(0, place - 1) : place])

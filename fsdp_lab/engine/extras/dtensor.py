@@ -89,13 +89,7 @@ class FlatDTensor(DTensor):
 
     @classmethod
     def _made(
-        cls,
-        local: Tensor,
-        spec: Any,
-        placement: FlatPlacement,
-        run: FlatRun | None = None,
-        *,
-        requires_grad: bool = False,
+        cls, local: Tensor, spec: Any, placement: FlatPlacement, run: Any = None, *, requires_grad: bool = False
     ) -> Self:
         make: Any = DTensor.__new__
         made: Self = make(cls, local, spec, requires_grad=requires_grad)

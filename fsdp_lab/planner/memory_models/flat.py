@@ -97,7 +97,7 @@ class FlatMemory(MemoryModel):
             elif action.phase is Phase.REDUCE:
                 reduced = True
                 self._reduce(action.unit)
-        if point.moment is PointSide.BEFORE and not reduced:
+        if point.side is PointSide.BEFORE and not reduced:
             self._unshard(unit)
             self._wait_for_unshard(unit)
 

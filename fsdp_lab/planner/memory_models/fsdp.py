@@ -135,7 +135,7 @@ class FSDP2Memory(MemoryModel):
 
     def at(self, point: Point) -> None:
         unit = self.shape.call_tree[point.call].unit
-        forward, before = point.direction is Direction.FORWARD, point.moment is PointSide.BEFORE
+        forward, before = point.direction is Direction.FORWARD, point.side is PointSide.BEFORE
         if point.call == (self._first if forward is before else self._last)[unit]:
             if forward:
                 (self.pre_forward if before else self.post_forward)(unit)

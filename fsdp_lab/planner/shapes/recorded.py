@@ -193,7 +193,7 @@ def _saved(tape: Sequence[TapeSegment], calls: set[int]) -> SizeFormula:
         p = segment.point
         if p.direction is not Direction.FORWARD:
             break
-        open_calls = [*open_calls, p.call] if p.moment is PointSide.BEFORE else open_calls[:-1]
+        open_calls = [*open_calls, p.call] if p.side is PointSide.BEFORE else open_calls[:-1]
         if (open_calls[-1] if open_calls else 0) in calls:
             changes += segment.changes
     net = net_bytes(changes)

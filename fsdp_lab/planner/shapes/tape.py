@@ -294,14 +294,14 @@ class _Run:
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
 
-    def _point(self, direction: Direction, k: int, moment: PointSide) -> None:
+    def _point(self, direction: Direction, k: int, side: PointSide) -> None:
         if direction is Direction.BACKWARD:
-            reached = self._begun if moment is PointSide.BEFORE else self._ended
+            reached = self._begun if side is PointSide.BEFORE else self._ended
             if k in reached:
                 return
             reached.add(k)
-            self._backward_call = k if moment is PointSide.BEFORE else self.calls[k][1] or 0
-        self.recorder.point(Point(direction, k, moment))
+            self._backward_call = k if side is PointSide.BEFORE else self.calls[k][1] or 0
+        self.recorder.point(Point(direction, k, side))
 
     def _current(self) -> tuple[list[list[int]], CallRecord | None]:
         """The kernels of the innermost call, which is the root's also before and after it, and in the forward its record."""
