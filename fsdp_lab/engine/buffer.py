@@ -109,7 +109,7 @@ class Gradients:
             targets, sources = again if i in self._arrived else first
             places = self.chunks.places[i]
             if len(places) == 1:
-                targets.append(self._parts[places[0][0]].view(grad.shape))
+                targets.append(self._parts[places[0][0]].view_as(grad))
                 sources.append(grad)
             else:
                 flat = grad.reshape(-1)
@@ -448,7 +448,8 @@ class FlatBuffer:
             for p, view in zip(self.parameters, self._views, strict=True):
                 set_data(p, view)
         for p, sharded in zip(self.parameters, self.sharded, strict=True):
-            p.requires_grad_(sharded.requires_grad)
+            if p.requires_grad is not sharded.requires_grad:
+                p.requires_grad_(sharded.requires_grad)
         self._show(self.parameters)
 
     def use_sharded_views(self) -> None:
@@ -471,11 +472,12 @@ class FlatBuffer:
 
     def _check_unchanged(self) -> None:
         """Raises ShardError where a gathered parameter was changed after it was freed."""
-        freed_at = [v.data_ptr() for v in self._views] if self.is_view_of_master else self._freed_at
         at, versions = [p.data_ptr() for p in self.parameters], [p._version for p in self.parameters]
-        if at != freed_at or versions != self._versions:
-            moved = [a != b for a, b in zip(at, freed_at, strict=True)]
-            written = [a != b for a, b in zip(versions, self._versions, strict=True)]
+        if at == self._freed_at and versions == self._versions:
+            return
+        moved = [a != t.data_ptr() for a, t in zip(at, self._freed, strict=True)]
+        written = [a != b for a, b in zip(versions, self._versions, strict=True)]
+        if any(moved) or any(written):
             what, changed = ("was given other data", moved) if any(moved) else ("was written to", written)
             raise ShardError(
                 f"{self.names[changed.index(True)]} {what} between forward and backward, where that is lost; write to it "

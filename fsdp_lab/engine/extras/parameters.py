@@ -244,6 +244,7 @@ class ShardedGradients(Gradients):
         self.shown: list[FlatDTensor] | None = None  # the gradients of all parameters, where all have one of `reduced`
         self._views: list[Any] = [None] * len(self.layout.slots)  # of `_viewed`, by parameter
         self._viewed: Tensor | None = None
+        self._norms: Norms | None = None  # of what is viewed
         self._region_views: dict[Hashable, FlatDTensor] = {}  # of `reduced`
         self.read_by: set[type] = set()  # the forms in which optimizers have read these gradients
         self.stepped_as: dict[Hashable, type] = {}  # by group: the form in which one stepped by them
@@ -311,27 +312,36 @@ class ShardedGradients(Gradients):
 
     def _take_back_views(self) -> None:
         """Views are kept from step to step, without the gradients that they showed; what a caller holds stays as it was."""
-        self._viewed = None
+        if self._viewed is None:
+            return
+        norms, self._viewed = self._norms, None
+        assert norms is not None
         for i in range(len(self._views)):
             view = self._views[i]
-            if view is not None and sys.getrefcount(view) == 3 and view._use_count() == 1:
+            if sys.getrefcount(view) == 3 and view._use_count() == 1:
                 view._local_tensor, view.counted, view.run = self._nothing, self._nothing, None
             else:
-                self._views[i] = None
+                view.norm_beside, self._views[i] = partial(norms.norm, i), None
 
     def _view_reduced(self) -> None:
         """Let views show the gradients of now."""
         reduced: Any = self.reduced
         self._take_back_views()
-        norms, self._viewed = Norms(reduced, self._own, self.mesh), reduced
+        if self._norms is None or self._norms.dtype != reduced.dtype:
+            self._views = [None] * len(self._own)
+        self._norms, self._viewed = Norms(reduced, self._own, self.mesh), reduced
         parts = (*reduced.split_with_sizes(self._shard_sizes), reduced[:0])
         for i, view in enumerate(self._views):
             part = parts[self._chunk_of[i]]
-            if view is None or view.dtype != part.dtype:
+            if view is None:
                 view = self._views[i] = self._view(part, i)
-            view._local_tensor = view.counted = part
-            view.norm_beside = partial(norms.norm, i)
+                view.norm_beside = partial(self._norm_of_view, i)
+            else:
+                view._local_tensor = view.counted = part
         self.mark_runs(reduced, self._views)
+
+    def _norm_of_view(self, i: int, order: float, dtype: torch.dtype | None) -> Tensor | None:
+        return None if self._norms is None else self._norms.norm(i, order, dtype)
 
     def _find_runs(self) -> list[tuple[Range, list[int], tuple[FlatPlacement, ...]]]:
         """Parameters of a group with nothing between their ranges in the shard: the range of all, numbers, placements."""

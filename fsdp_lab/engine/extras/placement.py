@@ -92,7 +92,7 @@ def cuts_of(args: Iterable[Any], placements: Sequence[FlatPlacement], changed: i
         known = next((some[start] for some in runs if some[start] is not None), None)
         cut = slice(start, start + (1 if known is None else len(known.order)))
         start = cut.stop
-        if known is not None and [*map(id, placements[cut])] == [*map(id, known.order)]:
+        if known is not None and (*placements[cut],) == known.order:
             for some, tensors in zip(runs[:changed], lists, strict=False):
                 if some[cut.start] is None and (joined := _join(tensors[cut], known)) is not None:
                     some[cut] = repeat(joined, len(known.order))
@@ -289,7 +289,7 @@ class Norms:
     first question is answered for all of them, in one all-reduce, until the tensor is written to."""
 
     def __init__(self, whole: Tensor, ranges: Sequence[Range], mesh: ShardMesh) -> None:
-        self._whole, self._ranges, self._mesh = weakref.ref(whole), ranges, mesh
+        self._whole, self._ranges, self._mesh, self.dtype = weakref.ref(whole), ranges, mesh, whole.dtype
         self._known: tuple[Any, Any] = None, None  # the question, and the answers
 
     def norm(self, i: int, order: float, dtype: torch.dtype | None) -> Tensor | None:
