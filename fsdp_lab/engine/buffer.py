@@ -70,6 +70,8 @@ class Gradients:
         self.reduced: Tensor | None = None
         self._dtype = flat.policy.reduced_dtype(flat.dtype)
         self._parts: Sequence[Tensor] = ()  # the chunks of `unsharded`
+        # What no parameter covers; of the pieces' dtype, so that one kernel copies all.
+        self._fixed = [torch.tensor(v, dtype=flat.dtype, device=self.mesh.device) for v in self.chunks.fixed.values()]
         self._arrived: set[int] = set()  # parameters that are in it
         self._present: set[int] = set()  # parameters that have a gradient, as far as counts have been read
         self._unread: list[Tensor] = []  # counts of backwards in which not all came here, [P] each
@@ -99,11 +101,13 @@ class Gradients:
         pieces, self.pieces = self.pieces, {}
         if not pieces:
             return
+        first: tuple[list[Tensor], list[Tensor]] = [], []  # where it goes, and what
         if self.unsharded is None:
             pooled = not self.policy.shard_optimizer_only
             self.unsharded = self.mesh.empty(sum(self.chunks.sizes), self._dtype, pooled=pooled)
             self._parts = self.unsharded.split_with_sizes(self.chunks.sizes)
-        first: tuple[list[Tensor], list[Tensor]] = [], []  # where it goes, and what
+            first[0].extend(self._parts[chunk] for chunk in self.chunks.fixed)
+            first[1].extend(self._fixed)
         again: tuple[list[Tensor], list[Tensor]] = [], []
         for i, grad in pieces.items():
             targets, sources = again if i in self._arrived else first
@@ -138,16 +142,10 @@ class Gradients:
         gradient, parts, arrived = self.unsharded, self._parts, frozenset(self._arrived)
         self.drop()
         absent = [i for i in range(len(self.layout.slots)) if i not in arrived]
-        nothing = [parts[chunk] for chunk in self.chunks.padding]
-        nothing += [parts[chunk] for i in absent for chunk, _, _ in self.chunks.places[i]]
-        if nothing:
+        if nothing := [parts[chunk] for i in absent for chunk, _, _ in self.chunks.places[i]]:
             torch._foreach_zero_(nothing)
-        if self.chunks.counts:
-            n = self.layout.shard_numel
-            counts = gradient.view(-1, self.chunks.part_numel)[:, n : n + self.chunks.counts]
-            counts.fill_(1)
-            for i in absent:
-                counts[:, i] = 0
+        if absent and self.chunks.counts:
+            gradient.view(-1, self.chunks.part_numel)[:, [self.layout.shard_numel + i for i in absent]] = 0
         return gradient, arrived
 
     def accumulate(self, shard: Tensor, arrived: frozenset[int], counts: Tensor | None) -> None:
@@ -266,16 +264,15 @@ class Reduction:
         that the optimizer is given."""
         mean, n, counts = self.shard, self.target.layout.shard_numel, self.target.chunks.counts
         by = ranks if self._rest is None else self._rest if is_last else 1
-        if by != 1:
-            mean.div_(by)
         if is_last and len(self._arrived) < counts:
             self._counts = mean[n : n + counts].clone()
-        if self._keeps_whole:  # of which it may stay a part
-            self.shard = mean[:n].to(self._final_dtype) if is_last else mean
-        elif is_last:
-            self.shard = self._mesh.empty(n, self._final_dtype, is_private=True).copy_(mean[:n])
+        if not is_last:
+            mean.div_(by)
+            self.shard = mean if self._keeps_whole else mean.clone()  # so that the whole can be freed
+        elif self._keeps_whole:  # of which it may stay a part
+            self.shard = mean[:n].div_(by).to(self._final_dtype)
         else:
-            self.shard = mean.clone()  # so that the whole can be freed
+            self.shard = torch.div(mean[:n], by, out=self._mesh.empty(n, self._final_dtype, is_private=True))
 
     def _deliver(self) -> CommHandle:
         """Copies the gradient to the host, where the master shard is."""

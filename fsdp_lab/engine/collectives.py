@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from fsdp_lab.base.streams import CommStream
 
@@ -82,23 +83,21 @@ class CommHandle:
             then()
 
 
-def all_gather(full: Tensor, shard: Tensor, group: Group) -> dist.Work | None:
-    """full: [F * n], shard: [n], of one dtype. torch 2.13 renamed this one and `reduce_scatter_tensor`."""
-    call: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return call(_real(full.data), _real(shard), group=group, async_op=True)
+def all_gather(full: Tensor, shard: Tensor, group: Group) -> dist.Work:
+    """full: [F * n], shard: [n], of one dtype. Of the group itself, as those below: before torch's functions call it they
+    look at what others may pass, which costs as much on the host."""
+    return group._allgather_base(_real(full.data), _real(shard), c10d.AllgatherOptions())
 
 
-def reduce_scatter(shard: Tensor, full: Tensor, group: Group) -> dist.Work | None:
+def reduce_scatter(shard: Tensor, full: Tensor, group: Group) -> dist.Work:
     """shard: [n] gets its part of the sum over the ranks of full: [F * n]. The caller divides: in some releases of torch
     Gloo's AVG was a sum."""
-    call: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return call(_real(shard), _real(full), op=dist.ReduceOp.SUM, group=group, async_op=True)
+    return group._reduce_scatter_base(_real(shard), _real(full), c10d.ReduceScatterOptions())
 
 
-def all_reduce(tensor: Tensor, group: Group) -> dist.Work | None:
+def all_reduce(tensor: Tensor, group: Group) -> dist.Work:
     """tensor: [n], summed in place."""
-    work: dist.Work | None = dist.all_reduce(_real(tensor), op=dist.ReduceOp.SUM, group=group, async_op=True)
-    return work
+    return group.allreduce([_real(tensor)], c10d.AllreduceOptions())
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import mmap
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -105,7 +105,7 @@ class Chunks:
 
     sizes: Sequence[int]  # of all chunks, one after the other: F * n' together
     places: Sequence[Sequence[tuple[int, int, int]]]  # by parameter: chunk, and range of the gradient
-    padding: Sequence[int]  # chunks that no parameter covers
+    fixed: Mapping[int, Sequence[int]]  # chunks that no parameter covers, and what they hold: counts of 1, and zeros
     counts: int  # P, or 0
     part_numel: int  # n'
 
@@ -121,12 +121,16 @@ class Chunks:
         ends = (begin + stop - start for begin, (_, start, stop) in begins.items())
         cuts = sorted({0, layout.factor * part_numel, *begins, *ends})
         chunks = {begin: chunk for chunk, begin in enumerate(cuts[:-1])}
-        padding = [chunk for begin, chunk in chunks.items() if begin not in begins]
+        fixed = {
+            chunks[begin]: [int(n <= i % part_numel < n + counts) for i in range(begin, end)]
+            for begin, end in itertools.pairwise(cuts)
+            if begin not in begins
+        }
         places: list[list[tuple[int, int, int]]] = [[] for _ in layout.slots]
         for begin, (i, start, stop) in begins.items():
             places[i].append((chunks[begin], start, stop))
         sizes = [stop - start for start, stop in itertools.pairwise(cuts)]
-        return cls(sizes=sizes, places=places, padding=padding, counts=counts, part_numel=part_numel)
+        return cls(sizes=sizes, places=places, fixed=fixed, counts=counts, part_numel=part_numel)
 
 
 def _aligned(n: int, align: int) -> int:

@@ -361,7 +361,7 @@ class SharedGroup:
     def _gather_all(self, parts: Sequence[Tensor], own: Tensor) -> SharedWork:
         place = parts[self._rank]
         if place.data_ptr() != own.data_ptr():
-            place.detach().copy_(own.detach().reshape(place.shape))
+            place.detach().copy_(own.detach().reshape_as(place))
         lent, places = self._find(place), {r: parts[r] for r in self.peers}
         return self._move(What.ALL_GATHER, self._others(own if lent is None else place), places, lent)
 

@@ -132,6 +132,7 @@ class Region(Steppable):
 
     _is_param = True
     gradients: ShardedGradients
+    own: slice  # of this rank's shard
 
     @property
     def grad(self) -> Tensor | None:
@@ -265,7 +266,7 @@ class ShardedGradients(Gradients):
         begin, end = self.layout.regions[group]
         local, is_trained = self.master[start:stop], self.master.is_floating_point()
         region = Region.of(local, (end - begin,), self._whole.part(begin, end), requires_grad=is_trained)
-        region.gradients, region.group = self, group
+        region.gradients, region.group, region.own = self, group, slice(start, stop)
         return region
 
     def clear(self) -> None:
@@ -415,9 +416,9 @@ class ShardedGradients(Gradients):
                 "optimizer model.parameters() in place of sharded_parameters(model), or call split_unused(model, optimizer) "
                 "before each step"
             )
-        local, (start, stop) = self.local(), self.layout.region_in_shard(group, self.mesh.shard_rank)
+        local, region = self.local(), self.regions[group]
         assert local is not None
-        view = self._region_views[group] = self.regions[group].like(local[start:stop])
+        view = self._region_views[group] = region.like(local[region.own])
         return view
 
     def set_gradient_of_region(self, group: Hashable, value: Tensor | None) -> None:
