@@ -22,11 +22,10 @@ from fsdp_lab.backends import build, fill
 from fsdp_lab.backends.base import DTYPES
 from fsdp_lab.base.process import ranks_per_host
 from fsdp_lab.engine import collectives
-from fsdp_lab.engine.extras.dropin import Scaler
 from fsdp_lab.rank.prepare import LONGEST_S, Preparation, is_over_nccl, timed_on_device
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset
-from fsdp_lab.rank.trainer import Trainer, TrainingProgress, squared_norm
+from fsdp_lab.rank.trainer import Scaler, Trainer, TrainingProgress, squared_norm
 from fsdp_lab.spec.spec import Spec
 from fsdp_lab.wire import Wire
 

@@ -32,10 +32,9 @@ from fsdp_lab.backends.state import Chunk, Layout, gather_json
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.hang import LongWork
 from fsdp_lab.base.process import host_id
-from fsdp_lab.engine.extras.dropin import Scaler
 from fsdp_lab.rank.heartbeat import LongWorkLog
 from fsdp_lab.rank.rendezvous import RankInfo
-from fsdp_lab.rank.trainer import Trainer, TrainingProgress
+from fsdp_lab.rank.trainer import Scaler, Trainer, TrainingProgress
 from fsdp_lab.spec import checkpoint_format
 from fsdp_lab.spec.checkpoint_format import MANIFEST, PARTIAL, Checkpoint
 from fsdp_lab.spec.spec import Spec

@@ -18,7 +18,6 @@ from fsdp_lab.backends.base import drop_slots, return_memory, update_hyperparame
 from fsdp_lab.backends.state import SuspendedState, gather_json, resume_state, suspend_state, together
 from fsdp_lab.backends.transfer import StateSource, StateTransfer
 from fsdp_lab.base.hang import LongWork
-from fsdp_lab.engine.extras.dropin import Scaler
 from fsdp_lab.models.batches import Batches
 from fsdp_lab.models.check import notes_on
 from fsdp_lab.models.own import skeleton_of
@@ -30,7 +29,7 @@ from fsdp_lab.rank.measure import HostPeak, device_name, held_bytes, precision_n
 from fsdp_lab.rank.prepare import LinkEmulation, Preparation, PreparedTraining, Require
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset, compare_clocks
-from fsdp_lab.rank.trainer import StepCost, Trainer, TrainingProgress
+from fsdp_lab.rank.trainer import Scaler, StepCost, Trainer, TrainingProgress
 from fsdp_lab.spec.spec import Spec, fields_with
 from fsdp_lab.spec.workload import LINEAGE
 from fsdp_lab.wire import WireContext

@@ -42,7 +42,6 @@ from fsdp_lab.backends.base import scale_rates
 from fsdp_lab.backends.state import ForwardState, gather_json
 from fsdp_lab.base.events import Carrier, StepEvent
 from fsdp_lab.base.tensors import map_tensors
-from fsdp_lab.engine.extras.dropin import Scaler
 from fsdp_lab.engine.schedule import Phase
 from fsdp_lab.models.batches import Batches
 from fsdp_lab.models.flops import BestPeak
@@ -58,6 +57,8 @@ from fsdp_lab.wire import RankAborted, Wire, WireContext
 _NORM_ELEMENTS = 1 << 15  # whose float64 copy fits a cache
 _NORM_BITS = 24  # of a norm: fp32's
 _LARGEST_SQUARE = torch.finfo(torch.float32).max  # beyond it optimizers, which square gradients in fp32, do nothing
+_GROWTH_INTERVAL = 2000  # steps without an overflow before a loss scale doubles
+_LARGEST_SCALE = 2.0**24  # of a loss
 _LEDGER_STEP = 2  # the third: the first creates optimizer state, in the second DDP rebuilds its buckets
 
 
@@ -92,6 +93,32 @@ class TrainingProgress:
     step: int = 0  # optimizer steps committed
     samples: int = 0  # the global sample counter
     vote: tuple[float, ...] = ()  # the result of the last committed step's vote
+
+
+@dataclass(kw_only=True)
+class Scaler:
+    """Loss scaling for fp16: `scale` multiplies the loss; 1 and constant where `enabled` is not set.
+
+    Small fp16 gradients would vanish, so gradients are divided by the scale before the optimizer (Micikevicius et al. 2018,
+    section 3.2). One that is not finite means that it was too large: that step is skipped on all ranks, by the vote that
+    ends it."""
+
+    enabled: bool
+    scale: float = 1.0
+    good_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if self.enabled and self.scale == 1.0:
+            self.scale = 2.0**16
+
+    def update(self, *, overflowed: bool) -> None:
+        """Called after each step, with the same answer on every rank."""
+        if self.enabled and overflowed:
+            self.scale, self.good_steps = max(1.0, self.scale / 2), 0
+        elif self.enabled:
+            self.good_steps += 1
+            if self.good_steps >= _GROWTH_INTERVAL:
+                self.scale, self.good_steps = min(_LARGEST_SCALE, self.scale * 2), 0
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -31,12 +31,11 @@ from fsdp_lab.bench.results import BenchResult, environment, format_spread, rati
 from fsdp_lab.bench.tasks import BenchRank
 from fsdp_lab.cli.bench import planned, say
 from fsdp_lab.cli.console import Refused, at_least
-from fsdp_lab.engine.extras.dropin import Scaler
 from fsdp_lab.models.batches import Batches
 from fsdp_lab.models.flops import BestPeak, Peak
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset
-from fsdp_lab.rank.trainer import StepCost, Trainer, TrainingProgress
+from fsdp_lab.rank.trainer import Scaler, StepCost, Trainer, TrainingProgress
 from fsdp_lab.wire import ReductionOrder, Wire
 from tests.bench.ranks import launch_here
 

@@ -5,7 +5,6 @@ from fsdp_lab.engine.api import flats_of, no_sync, runtime_of, runtimes_of, shar
 from fsdp_lab.engine.buffer import FlatBuffer
 from fsdp_lab.engine.collectives import ShardError
 from fsdp_lab.engine.extras.dropin import (
-    Scaler,
     UnshardHandle,
     free,
     fully_shard,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -29,9 +28,6 @@ from fsdp_lab.engine.runtime import Runtime
 from fsdp_lab.engine.schedule import OffloadPolicy, PrefetchPolicy, Rules
 from fsdp_lab.engine.state import shard_of
 from fsdp_lab.engine.unit import Unit
-
-GROWTH_INTERVAL = 2000  # steps without an overflow before a loss scale doubles
-LARGEST = 2.0**24  # loss scale
 
 
 def fully_shard(
@@ -199,35 +195,6 @@ def upcast_gradients(module: nn.Module) -> None:
     """Under `keep_low_precision_gradients`, brings gradients to the masters' dtype, for an optimizer that needs them so."""
     for flat in api.flats_of(module):
         flat.gradients.upcast()
-
-
-@dataclass(kw_only=True)
-class Scaler:
-    """Loss scaling for fp16: `scale` multiplies the loss; 1 and constant where `enabled` is not set.
-
-    Small fp16 gradients would vanish, so gradients are divided by the scale before the optimizer (Micikevicius et al. 2018,
-    section 3.2). One that is not finite means that it was too large: that step is skipped on all ranks, by the vote that
-    ends it. Elsewhere torch's GradScaler serves.
-    """
-
-    enabled: bool
-    scale: float = 1.0
-    good_steps: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.scale > 0:
-            raise ShardError(f"scale {self.scale} is refused; give a number above 0")
-        if self.enabled and self.scale == 1.0:
-            self.scale = 2.0**16
-
-    def update(self, *, overflowed: bool) -> None:
-        """Called after each step, with the same answer on every rank."""
-        if self.enabled and overflowed:
-            self.scale, self.good_steps = max(1.0, self.scale / 2), 0
-        elif self.enabled:
-            self.good_steps += 1
-            if self.good_steps >= GROWTH_INTERVAL:
-                self.scale, self.good_steps = min(LARGEST, self.scale * 2), 0
 
 
 # -- parameters that a caller asked for, outside of any forward -----------------------------------------------------
