@@ -245,7 +245,7 @@ class ShardedGradients(Gradients):
         self.shown: list[FlatDTensor] | None = None  # the gradients of all parameters, where all have one of `reduced`
         self._views: list[Any] = [None] * len(self.layout.slots)  # of `_viewed`, by parameter
         self._viewed: Tensor | None = None
-        self._norms: Norms | None = None  # of what is viewed
+        self._norms: Any = None  # of what is viewed
         self._region_views: dict[Hashable, FlatDTensor] = {}  # of `reduced`
         self.read_by: set[type] = set()  # the forms in which optimizers have read these gradients
         self.stepped_as: dict[Hashable, type] = {}  # by group: the form in which one stepped by them
@@ -316,7 +316,6 @@ class ShardedGradients(Gradients):
         if self._viewed is None:
             return
         norms, self._viewed = self._norms, None
-        assert norms is not None
         for i in range(len(self._views)):
             view = self._views[i]
             if sys.getrefcount(view) == 3 and view._use_count() == 1:
@@ -342,7 +341,7 @@ class ShardedGradients(Gradients):
         self.mark_runs(reduced, self._views)
 
     def _norm_of_view(self, i: int, order: float, dtype: torch.dtype | None) -> Tensor | None:
-        return None if self._norms is None else self._norms.norm(i, order, dtype)
+        return self._norms.norm(i, order, dtype)  # type: ignore[no-any-return]
 
     def _find_runs(self) -> list[tuple[Range, list[int], tuple[FlatPlacement, ...]]]:
         """Parameters of a group with nothing between their ranges in the shard: the range of all, numbers, placements."""
