@@ -34,12 +34,13 @@ PLAIN, AGAIN = Form(name="plain", peer="plain", group="raw"), Form(name="lab-raw
 FORMS = (*(Form(name=f"{peer}-{group}", peer=peer, group=group) for group in ("raw", "wire") for peer in PEERS), AGAIN)
 # Functions of buffer.py.
 _GRADIENTS = ("receive", "collect", "take", "accumulate", "advance", "_reduce_scatter", "_to_mean")
+_COLLECTIVES = tuple(f"engine/collectives.py:{name}" for name in ("all_gather", "reduce_scatter", "all_reduce"))
 # Parts of a file's path and function: the first place counts. What a built-in function takes is its caller's.
 PLACES: Mapping[str, Sequence[str]] = {
     "hooks": ("engine/hooks", "engine/runtime"),
     "gradients": tuple("engine/buffer.py:" + name for name in _GRADIENTS),
     "views": ("engine/buffer", "engine/unit", "engine/extras/", "distributed/tensor/"),
-    "wire": ("fsdp_lab/wire/", "distributed/distributed_c10d", "distributed/c10d_logger"),
+    "wire": ("fsdp_lab/wire/", "distributed/distributed_c10d", "distributed/c10d_logger", *_COLLECTIVES),
     "optimizer": ("torch/optim/",),
     "other of ours": ("fsdp_lab/",),
     "rest": ("",),
