@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fsdp_lab.models.weights import unwrap_names as unwrap_names
     from fsdp_lab.rank.torchrun import init_process_group as init_process_group
     from fsdp_lab.report import WhatIf as WhatIf, write_report as write_report
+    from fsdp_lab.runs.attach import lightning_callback as lightning_callback, trainer_callback as trainer_callback
     from fsdp_lab.runs.comparison import Comparison as Comparison
     from fsdp_lab.runs.evaluation import EvalConfig as EvalConfig
     from fsdp_lab.runs.history.history import History as History
@@ -43,6 +44,7 @@ _NAMES = {
     "rank.torchrun": "init_process_group",
     "report": "WhatIf write_report",
     "runs": "CheckpointConfig Comparison EvalConfig Recommendation RecoveryPolicy Run RunState",
+    "runs.attach": "lightning_callback trainer_callback",
     "runs.history.history": "History",
     "runs.history.loops": "watch",
     "spec.spec": "Precision Spec Strategy",

@@ -253,6 +253,9 @@ class StepEvent:
     host: str = ""  # of this rank; "": unknown
     across_bytes: int = 0  # of all kinds, sent by this rank to ranks on other hosts
     across_s: float = 0.0  # issue to completion of the collectives of groups on several hosts, summed as in `Traffic`
+    input_s: float | None = None  # waiting for the data loader; None: unknown, as are the next two
+    checkpoint_s: float | None = None  # writing checkpoints between two updates
+    evaluation_s: float | None = None  # in forwards without gradients between two updates
     recompiled: tuple[str, ...] = ()  # by torch.compile in this step: the guard that failed, of each, as far as known
 
     @property

@@ -66,7 +66,8 @@ class LoopProgress:
 class LoopHost:
     """What a loop is watched from: a rank of the lab's, or a process of its own. `world`: the default group; None where it
     is none of the lab's, or there is none. `publish`: takes messages for the lab's kernel or for the history. `guard`: the
-    context of the whole loop, in which a failure of one rank frees the others. `progress`: is told where this rank is."""
+    context of the whole loop, in which a failure of one rank frees the others. `progress`: is told where this rank is.
+    `run`: a name that all ranks know already: then nothing is exchanged on entry, and `clock` is what is known of clocks."""
 
     info: RankInfo
     context: WireContext
@@ -75,6 +76,8 @@ class LoopHost:
     notes: tuple[str, ...] = ()
     guard: Callable[[], AbstractContextManager[None]] = nullcontext
     progress: LoopProgress = field(default_factory=LoopProgress)
+    run: str = ""
+    clock: ClockOffset = field(default_factory=ClockOffset)
 
 
 def plain_host(model: nn.Module, publish: Publish) -> LoopHost:
@@ -94,9 +97,10 @@ class _Given:
     tokens: int
     losses: list[float | Tensor] = field(default_factory=list)
     grad_norm: float | Tensor = math.nan
-    part: str = "forward"  # in progress
+    part: str = "forward"  # in progress; "" between parts
     backward: bool = False  # whether there was one
     updated: bool = False
+    fields: dict[str, Any] = field(default_factory=dict)  # of its event
 
 
 class Watch:
@@ -140,7 +144,7 @@ class Watch:
         self._waiting: list[dict[str, Any]] = []
         self._published_s = self._read_s = 0.0
         self._handles: list[Any] = []
-        self._clock = ClockOffset()
+        self._clock = host.clock
         self._guard = contextlib.ExitStack()
         self._ledger_due, self._skipped = True, 0
         for one in self._found.optimizers:
@@ -206,9 +210,9 @@ class Watch:
         offload = self._found.setup().offload
         on_host = offload != "none" or device.type == "meta"
         self._info = host.info if on_host else dataclasses.replace(host.info, device=device)
-        self.run = self._agree()
+        self.run = host.run or self._agree()
         if self._world is not None:
-            self._clock = compare_clocks(self._world)
+            self._clock = host.clock if host.run else compare_clocks(self._world)
             self._found.name_units(self._context)
         self._meter = StepMeter(self._found, self._context, self._info, offload=offload)
         self._loop = self._found.describe(host.info.world_size, self._title)
@@ -250,8 +254,15 @@ class Watch:
         after: Any = torch.compiler.disable(self._after_forward)  # type: ignore[no-untyped-call]
         self._handles += [root.register_forward_pre_hook(before), root.register_forward_hook(after)]
         for optimizer in self._found.optimizers:
-            hook = optimizer.register_step_pre_hook(lambda one, *_: self._before_update(one))
-            self._handles.append(hook)
+            self._handles.append(optimizer.register_step_pre_hook(lambda one, *_: self._before_update(one)))
+
+    def replace(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """The loop goes on with these, of which one has stepped just now."""
+        added = [one for one in optimizers if one not in self._found.optimizers]
+        self._found.optimizers = list(optimizers)
+        for one in added:
+            self._handles.append(one.register_step_pre_hook(lambda one, *_: self._before_update(one)))
+            self._before_update(one)
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises ArgumentError for an optimizer of another model."""
@@ -353,6 +364,31 @@ class Watch:
         if grad_norm is not None:
             self._given.grad_norm = _scalar("grad_norm", grad_norm)
 
+    def add(self, **amounts: float) -> None:
+        """Adds to fields of the step's event that only the loop knows, as `tokens` and `input_s`."""
+        if self._given is not None:
+            self._given.tokens += int(amounts.pop("tokens", 0))
+            for name, amount in amounts.items():
+                self._given.fields[name] = self._given.fields.get(name, 0.0) + amount
+
+    def leave_ledger_out(self) -> None:
+        """Memory is not measured by class: the script may use torch's profiler itself."""
+        self._ledger_due = False
+
+    @property
+    def module(self) -> nn.Module:
+        return self._found.module
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What is watched."""
+        return {"model": self._loop.model, "backend": self._loop.backend}
+
+    def rest(self) -> None:
+        """No part of the step is in progress until its next forward."""
+        if self._given is not None:
+            self._enter(self._given, "")
+
     def _end(self, given: _Given, *, ledger: bool) -> None:
         read_step = self._meter.end()
         self._end_backward()
@@ -364,6 +400,7 @@ class Watch:
             "first_after_switch": self.steps == 0,
             "ledger": ledger,
             "skipped": bool(self._found.optimizers) and not given.updated,
+            **given.fields,
         }
         if self.steps == 0:
             self._counted_tokens = given.tokens

@@ -1,0 +1,362 @@
+"""Training scripts with the structure of public ones, which know nothing of fsdp_lab: `python strangers.py NAME FILE` trains
+and writes to FILE-RANK what each step's loss was by the script's own account, as JSON. Imports nothing of ours."""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+STEPS, VOCABULARY = 6, 64
+Told = Callable[[float], None]
+
+
+class GPT(nn.Module):
+    def __init__(self, layers: int = 2, width: int = 32) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, width), nn.Linear(width, VOCABULARY, bias=False)
+        block = partial(nn.TransformerEncoderLayer, width, 4, 64, dropout=0.0, batch_first=True)
+        self.blocks = nn.ModuleList(block() for _ in range(layers))
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Any:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        if targets is None:
+            return logits
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def batch() -> Tensor:
+    return torch.randint(0, VOCABULARY, (4, 16))
+
+
+def loader(batches: int = STEPS) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.randint(0, VOCABULARY, (4 * batches, 16))), batch_size=4)
+
+
+def group() -> None:
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    assert dist.get_backend() == ("nccl" if torch.cuda.is_available() else "gloo")
+    torch.manual_seed(dist.get_rank())
+
+
+def plain(tell: Told) -> None:
+    """One process."""
+    model = GPT()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for (ids,) in loader():
+        optimizer.zero_grad()
+        _, loss = model(ids, ids)
+        loss.backward()
+        optimizer.step()
+        tell(loss.item())
+
+
+def nanogpt(tell: Told) -> None:
+    """DDP, gradient accumulation without a sync in between, a GradScaler, clipping, evaluation and checkpoints."""
+    group()
+    raw = GPT()
+    model = nn.parallel.DistributedDataParallel(raw)
+    optimizer = torch.optim.AdamW(raw.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    scaler, micro = torch.amp.GradScaler("cpu", enabled=True), 4
+    for step in range(STEPS):
+        if step == 3:
+            model.eval()
+            with torch.no_grad():
+                losses = [model(x, x)[1].item() for x in (batch() for _ in range(2))]
+            model.train()
+            assert losses
+            if dist.get_rank() == 0:
+                torch.save({"model": raw.state_dict()}, os.devnull)
+        total = 0.0
+        for i in range(micro):
+            model.require_backward_grad_sync = i == micro - 1
+            ids = batch()
+            with torch.amp.autocast("cpu", dtype=torch.bfloat16):
+                _, loss = model(ids, ids)
+                loss = loss / micro
+            total += loss.item()
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        tell(total)
+    dist.destroy_process_group()
+
+
+def titan(tell: Told) -> None:
+    """FSDP2 with mixed precision, on meta first, a mesh, a scheduler, and the loss averaged over the ranks for the log."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    group()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    model = GPT()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        ids = batch()
+        loss = F.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        schedule.step()
+        own = loss.detach().clone()
+        dist.all_reduce(own, op=dist.ReduceOp.AVG)
+        tell(loss.item())
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def fsdp1(tell: Told) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    group()
+    policy = ModuleWrapPolicy({nn.TransformerEncoderLayer})
+    model = FullyShardedDataParallel(GPT(), auto_wrap_policy=policy, device_id=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for (ids,) in loader():
+        _, loss = model(ids, ids)
+        loss.backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        tell(loss.item())
+    dist.destroy_process_group()
+
+
+def _small_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, max_position_embeddings=32))
+
+
+def _texts() -> list[dict[str, list[int]]]:
+    rows = torch.randint(0, VOCABULARY, (64, 16)).tolist()
+    return [{"input_ids": row, "labels": row, "attention_mask": [1] * len(row)} for row in rows]
+
+
+def trainer(tell: Told, *callbacks: Any) -> None:
+    """transformers' Trainer, under DDP."""
+    import tempfile
+
+    from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
+
+    class Log(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if "loss" in logs:
+                tell(float(logs["loss"]))
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder, max_steps=STEPS, per_device_train_batch_size=4, logging_steps=1, report_to=[], use_cpu=True,
+            save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        parts = {"train_dataset": _texts(), "data_collator": default_data_collator, "callbacks": [Log(), *callbacks]}
+        made = Trainer(_small_llama(), arguments, **parts)
+        made.train()
+
+
+def called_back(tell: Told) -> None:
+    """The same in one process, with our one line."""
+    import fsdp_lab
+
+    trainer(tell, fsdp_lab.trainer_callback())
+
+
+def sft(tell: Told) -> None:
+    """TRL's trainer of chats, in one process."""
+    import tempfile
+
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    class Log(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if "loss" in logs:
+                tell(float(logs["loss"]))
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = SFTConfig(
+            folder, max_steps=STEPS, per_device_train_batch_size=4, logging_steps=1, report_to=[], use_cpu=True,
+            save_strategy="no", disable_tqdm=True, packing=False, max_length=16, eos_token=None,
+            gradient_checkpointing=False, bf16=False,
+        )  # fmt: skip
+        rows = Dataset.from_list([{"input_ids": row["input_ids"]} for row in _texts()])
+        tokens = _tokenizer()
+        made = SFTTrainer(_small_llama(), arguments, train_dataset=rows, processing_class=tokens)
+        made.add_callback(Log())
+        made.train()
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    known = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=known, unk_token="w0", pad_token="w1", eos_token="w2")
+
+
+def accelerated(tell: Told) -> None:
+    """Accelerate's example: accumulate, backward and clip through the accelerator."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = GPT()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    model, optimizer, data, schedule = accelerator.prepare(model, optimizer, loader(4 * STEPS), schedule)
+    losses = []
+    for (ids,) in data:
+        with accelerator.accumulate(model):
+            _, loss = model(ids, ids)
+            accelerator.backward(loss)
+            losses.append(loss.item())
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                tell(sum(losses) / len(losses))
+                losses = []
+    accelerator.end_training()
+
+
+def fabric(tell: Told) -> None:
+    """Lightning Fabric, under DDP."""
+    from lightning_fabric import Fabric
+
+    made = Fabric(accelerator="cpu", devices=int(os.environ.get("WORLD_SIZE", 1)), strategy="ddp")
+    made.launch()
+    bare = GPT()
+    model, optimizer = made.setup(bare, torch.optim.AdamW(bare.parameters(), lr=1e-3))
+    for (ids,) in made.setup_dataloaders(loader(2 * STEPS)):
+        optimizer.zero_grad()
+        _, loss = model(ids, ids)
+        made.backward(loss)
+        optimizer.step()
+        tell(loss.item())
+
+
+def gan(tell: Told) -> None:
+    """Two models with an optimizer each, which are stepped in turns."""
+    group()
+    make, judge = (nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, n)) for n in (8, 1))
+    make, judge = nn.parallel.DistributedDataParallel(make), nn.parallel.DistributedDataParallel(judge)
+    of_make, of_judge = (torch.optim.Adam(m.parameters(), lr=1e-3) for m in (make, judge))
+    for _ in range(STEPS // 2):
+        real, noise = torch.randn(16, 8), torch.randn(16, 8)
+        loss = F.softplus(-judge(real)).mean() + F.softplus(judge(make(noise).detach())).mean()
+        of_judge.zero_grad()
+        loss.backward()
+        of_judge.step()
+        tell(loss.item())
+        loss = F.softplus(-judge(make(noise))).mean()
+        of_make.zero_grad()
+        loss.backward()
+        of_make.step()
+        tell(loss.item())
+    dist.destroy_process_group()
+
+
+class OwnFSDP(nn.Module):
+    """As a course has one write it: parameters are broadcast, and each gradient is reduced by a hook."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        for p in module.parameters():
+            dist.broadcast(p.data, 0)
+            p.register_post_accumulate_grad_hook(self._reduce)
+
+    def _reduce(self, p: Tensor) -> None:
+        dist.all_reduce(p.grad)
+        p.grad.div_(dist.get_world_size())  # type: ignore[union-attr]
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.module(*inputs)
+
+
+def course(tell: Told) -> None:
+    group()
+    model = OwnFSDP(GPT())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for (ids,) in loader():
+        optimizer.zero_grad(set_to_none=True)
+        loss = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+        loss.backward()
+        optimizer.step()
+        tell(loss.item())
+    dist.destroy_process_group()
+
+
+def closure(tell: Told) -> None:
+    """An optimizer that calls the model itself; the loss is that of its first call."""
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+    x, y = torch.randn(16, 8), torch.randn(16, 1)
+
+    def evaluate() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    for _ in range(STEPS):
+        tell(float(optimizer.step(evaluate)))  # type: ignore[arg-type]
+
+
+def compiled(tell: Told) -> None:
+    """A compiled model, whose optimizers step while its gradients come."""
+    model = GPT(1)
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def update(p: Tensor) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(update)
+    quick = torch.compile(model, backend="eager")
+    for (ids,) in loader():
+        _, loss = quick(ids, ids)
+        loss.backward()
+        tell(loss.item())
+
+
+@contextlib.contextmanager
+def account(path: str) -> Iterator[Told]:
+    losses: list[float] = []
+    try:
+        yield losses.append
+    finally:
+        rank = os.environ.get("RANK", "0")
+        with open(f"{path}-{rank}", "w") as file:
+            json.dump(losses, file)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(int(os.environ.get("RANK", 0)))
+    with account(sys.argv[2]) as tell:
+        globals()[sys.argv[1]](tell)
