@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import fsdp_lab
 from fsdp_lab.base.formatting import plural
 from fsdp_lab.cli.console import Refused
 
@@ -45,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if shutil.which(command[0]) is None:
         hint = f"python {command[0]}" if command[0].endswith(".py") else "a program that is on the PATH"
         raise Refused(f"{command[0]} was not found, or is no program; give {hint}")
-    site = Path(fsdp_lab.__path__[0]) / "runs" / "site"
+    site = Path(__file__).parents[1] / "runs" / "site"
     options = {"listen": args.listen, "ledger": not args.no_ledger, "title": args.title, "history": args.history}
     with tempfile.TemporaryDirectory(prefix="fsdp_lab_watch_") as folder:
         path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH", ""))))

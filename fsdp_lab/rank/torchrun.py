@@ -5,6 +5,7 @@ import atexit
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from fsdp_lab.rank.rendezvous import end_process, find_store
 from fsdp_lab.rank.session import Session
 from fsdp_lab.spec.spec import Spec
 from fsdp_lab.wire import Wire
+from fsdp_lab.wire.group import BACKEND
 
 CLOSE_S = 5.0
+REPLACED = ("", "gloo", "nccl", "cpu:gloo,cuda:nccl", "cuda:nccl,cpu:gloo")  # backends for which the lab's may stand
 TIMEOUT_S = 1800.0  # as torch's own over Gloo: a loop may save or evaluate for long
 
 
@@ -60,6 +63,26 @@ def init_process_group(*, timeout_s: float = TIMEOUT_S, reduction: str = "auto")
         hint = "call it in place of torch.distributed.init_process_group()"
         raise ArgumentError("init_process_group", "there is a default process group already", hint)
     world.context.session.reopen()
+
+
+def is_own(backend: object) -> bool:
+    """Whether this is the name of the lab's own backend."""
+    return BACKEND in str(backend)
+
+
+def why_not(given: Mapping[str, Any]) -> str:
+    """Why the lab's process group cannot stand for the one that the script asks for; "" if it can."""
+    backend = str(given.get("backend") or "").lower()
+    if backend not in REPLACED:
+        return f"the script's process group is of the backend {backend}"
+    if any(given.get(name) is not None for name in ("store", "pg_options")):
+        return "the script gives its process group a store or options of its own"
+    if given.get("init_method") not in (None, "env://"):
+        return f"the script's ranks meet at {given['init_method']}"
+    size, rank = (os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK"))
+    if str(given.get("world_size", -1)) not in ("-1", size) or str(given.get("rank", -1)) not in ("-1", rank):
+        return "the script gives other ranks than its launcher"
+    return "" if size and rank and "MASTER_PORT" in os.environ else "no launcher said who the ranks are"
 
 
 def _close_at_exit(session: Session) -> None:

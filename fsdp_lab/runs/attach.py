@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -43,13 +43,11 @@ from torch.utils.data import dataloader
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.tensors import tensors_in
 from fsdp_lab.rank.session import resident_session
-from fsdp_lab.rank.torchrun import TIMEOUT_S, init_process_group
+from fsdp_lab.rank.torchrun import TIMEOUT_S, init_process_group, is_own, why_not
 from fsdp_lab.rank.tracing import ClockOffset
 from fsdp_lab.rank.watch.found import find
-from fsdp_lab.rank.watch.loop import Watch, plain_host
+from fsdp_lab.rank.watch.loop import Watch, is_of_ranks, plain_host
 from fsdp_lab.runs.history.loops import LoopRecorder
-from fsdp_lab.wire import RankAborted
-from fsdp_lab.wire.group import BACKEND
 
 OPTIONS = "FSDP_LAB_WATCH"  # the variable that has the `AttachOptions` of one command, as JSON
 _STORED = "fsdp_lab/attached"  # a key of the process group's store
@@ -146,10 +144,10 @@ class Attachment:
 
     def init_process_group(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         given = dict(zip(("backend", "init_method", "timeout", "world_size", "rank"), args, strict=False)) | kwargs
-        if BACKEND in str(given.get("backend")):  # by the lab itself
+        if is_own(given.get("backend")):  # of the lab itself
             original(*args, **kwargs)
             return
-        why = "it was asked to listen only" if self._options.listen else _own_group(given)
+        why = "it was asked to listen only" if self._options.listen else why_not(given)
         if why:
             original(*args, **kwargs)
             if not self._options.listen:
@@ -166,7 +164,7 @@ class Attachment:
 
     def get_backend(self, original: Callable[..., str], *args: Any, **kwargs: Any) -> str:
         backend = original(*args, **kwargs)
-        return self._backend if BACKEND in backend and self._backend else backend
+        return self._backend if self._backend and is_own(backend) else backend
 
     # -- finding what is trained --------------------------------------------------------------------------------------
 
@@ -391,9 +389,9 @@ class Attachment:
                 return None
             try:
                 return call(*args, **kwargs)
-            except RankAborted:
-                raise
             except Exception as e:
+                if is_of_ranks(e):
+                    raise
                 self._give_up(e)
 
         return called
@@ -466,21 +464,6 @@ def replace(holder: Any, name: str, call: Callable[..., Any]) -> None:
         return call(original, *args, **kwargs)
 
     setattr(holder, name, called)
-
-
-def _own_group(given: Mapping[str, Any]) -> str:
-    """Why the lab's process group cannot stand for the one that the script asks for; "" if it can."""
-    backend = str(given.get("backend") or "").lower()
-    if backend not in _REPLACED:
-        return f"the script's process group is of the backend {backend}"
-    if any(given.get(name) is not None for name in ("store", "pg_options")):
-        return "the script gives its process group a store or options of its own"
-    if given.get("init_method") not in (None, "env://"):
-        return f"the script's ranks meet at {given['init_method']}"
-    size, rank = (os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK"))
-    if str(given.get("world_size", -1)) not in ("-1", size) or str(given.get("rank", -1)) not in ("-1", rank):
-        return "the script gives other ranks than its launcher"
-    return "" if size and rank and "MASTER_PORT" in os.environ else "no launcher said who the ranks are"
 
 
 def _watchable(module: nn.Module) -> list[nn.Module]:

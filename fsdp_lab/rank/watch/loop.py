@@ -455,6 +455,11 @@ class Watch:
         self._host.publish({"run": self.run, "rank": self._host.info.rank, "events": events, **what})
 
 
+def is_of_ranks(error: Exception) -> bool:
+    """Whether it tells that a step was given up, on all ranks."""
+    return isinstance(error, RankAborted)
+
+
 def _optimizers(given: Any) -> Sequence[torch.optim.Optimizer]:
     several = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
     for one in several:

@@ -3,7 +3,6 @@ PYTHONPATH there. Nothing happens until the process makes an optimizer of torch'
 `fsdp_lab.runs.attach` is imported, which watches what it trains. Another `sitecustomize` is run as without this one."""
 
 import functools
-import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -45,8 +44,9 @@ class AfterImport(MetaPathFinder):
 def through(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def called(*args: Any, **kwargs: Any) -> Any:
-        attach = importlib.import_module("fsdp_lab.runs.attach")
-        return getattr(attach.attachment(), name)(original, *args, **kwargs)
+        from fsdp_lab.runs.attach import attachment
+
+        return getattr(attachment(), name)(original, *args, **kwargs)
 
     return called
 
