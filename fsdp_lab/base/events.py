@@ -256,6 +256,11 @@ class StepEvent:
     input_s: float | None = None  # waiting for the data loader; None: unknown, as are the next two
     checkpoint_s: float | None = None  # writing checkpoints between two updates
     evaluation_s: float | None = None  # in forwards without gradients between two updates
+    # Of `exposed_comm_s`, the time in which another rank had not issued the collective yet: (rank, seconds). Known where
+    # ranks share memory; elsewhere it is not told from the transfer.
+    late: tuple[tuple[int, float], ...] = ()
+    # Seconds of the main thread outside of waits for collectives: "forward", "backward", "optimizer", and "" between these.
+    part_s: Mapping[str, float] = field(default_factory=dict)
     recompiled: tuple[str, ...] = ()  # by torch.compile in this step: the guard that failed, of each, as far as known
 
     @property
@@ -305,6 +310,7 @@ class StepEvent:
         for name in ("memory_curve", "completions", "spans"):
             d[name] = [part.to_row() for part in d[name]]
         d["notes"], d["recompiled"] = list(self.notes), list(self.recompiled)
+        d["late"], d["part_s"] = [list(one) for one in self.late], dict(self.part_s)
         d["carriers"] = [_fields(carrier) for carrier in self.carriers]
         return d
 
@@ -317,6 +323,7 @@ class StepEvent:
         for name, kind in parts.items():
             fields[name] = tuple(map(kind.from_row, fields.get(name, ())))
         fields["notes"], fields["recompiled"] = tuple(fields["notes"]), tuple(fields["recompiled"])
+        fields["late"] = tuple((int(rank), float(seconds)) for rank, seconds in fields.get("late", ()))
         fields["carriers"] = tuple(Carrier(**d) for d in fields["carriers"])
         return cls(**fields)
 

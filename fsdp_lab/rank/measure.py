@@ -12,6 +12,7 @@ ordinary step adds what the allocator, the driver and the system report."""
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import re
 import sys
@@ -32,7 +33,7 @@ from fsdp_lab.models.flops import BestPeak
 from fsdp_lab.rank.ledger import Ledger, LedgerResult
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset, StepTrace
-from fsdp_lab.wire import Collective, WireContext, across, exposed, traffic
+from fsdp_lab.wire import Collective, WireContext, across, exposed, traffic, waits
 
 GUARD_CHARACTERS = 200  # kept of one
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -94,6 +95,7 @@ class StepMeter:
         self._recording: Ledger | None = None  # of the ledger step in progress
         self._curve: tuple[MemorySample, ...] = ()  # of the step in progress, if it is a ledger step
         self._trace: StepTrace | None = None  # of the step in progress, or the last one
+        self._parts: list[tuple[float, str]] = []  # of it: when each began
         self._start_s = 0.0
         self._start: Any = None
         self._given_up = False  # so that nothing waits for the device
@@ -121,6 +123,7 @@ class StepMeter:
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
         self._start_s = time.perf_counter()
+        self._parts = [(self._start_s, "forward")]
         if ledger:
             self._recording = Ledger(self._backend, self._context, self._device, offloaded=self._offload != "none")
         recording = self._recording.recording() if self._recording is not None else nullcontext()
@@ -146,7 +149,8 @@ class StepMeter:
                 self._streams.synchronize()
 
     def part(self, name: str) -> None:
-        """Begin the next part of the step: "forward", "backward" or "optimizer"."""
+        """Begin the next part of the step: "forward", "backward" or "optimizer"; "": none."""
+        self._parts.append((time.perf_counter(), name))
         if self._trace is not None:
             self._trace.begin(name)
 
@@ -179,7 +183,7 @@ class StepMeter:
         self._held_bytes = self._gradients if gradients else 0
         measured: dict[str, Any] = {"end_unix_s": time.time(), "memory": self._memory(), "memory_curve": self._curve}
         measured |= {"recompiled": self._recompiled.take()}
-        trace_of_step = self._trace
+        trace_of_step, parts = self._trace, [*self._parts, (end_s, "")]
 
         def read() -> dict[str, Any]:
             begin_s, seconds, trace = start_s, end_s - start_s, trace_of_step
@@ -203,6 +207,8 @@ class StepMeter:
                 "host": self._context.host,
                 "across_bytes": across_bytes,
                 "across_s": across_s,
+                "late": tuple(self._context.late(collectives).items()),
+                "part_s": _by_part(parts, waits(collectives)),
             }
 
         return read
@@ -281,6 +287,17 @@ class StepMeter:
             reserved_bytes=reserved,
             outside_bytes=max(0, total - free - reserved),
         )
+
+
+def _by_part(
+    begins: Sequence[tuple[float, str]], stalls: Sequence[tuple[float, float, Collective]]
+) -> dict[str, float]:
+    """Seconds of each part without those in which it waits. begins: of parts, in order, and the end of the last."""
+    seconds: dict[str, float] = {}
+    for (begin, name), (end, _) in itertools.pairwise(begins):
+        waited = sum(max(0.0, min(end, stop) - max(begin, start)) for start, stop, _ in stalls)
+        seconds[name] = seconds.get(name, 0.0) + end - begin - waited
+    return seconds
 
 
 def limit_bytes(device: torch.device) -> int:

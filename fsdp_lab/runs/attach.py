@@ -126,7 +126,7 @@ class Attachment:
         self._losses: list[tuple[Tensor, float]] = []  # of micro-batches, and by what each was divided last
         self._scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # a loss with a GradScaler's scale, and without
         self._evaluates_since: float | None = None
-        self._spent_on = ""  # what is timed, so that one inside another is not counted twice
+        self._is_aside = False  # what is inside is not counted again
 
     def init(self, original: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
@@ -294,7 +294,8 @@ class Attachment:
         if not self._is_here or torch._C._current_graph_task_id() != -1:
             return
         if self._evaluates_since is not None:
-            self._spend("evaluation_s", time.perf_counter() - self._evaluates_since)
+            if self._watch is not None:
+                self._watch.add(evaluation_s=time.perf_counter() - self._evaluates_since)
             self._evaluates_since = None
             return
         ids = next((t for t in tensors_in((kwargs, args)) if t.dim() > 1 and not t.is_floating_point()), None)
@@ -344,18 +345,14 @@ class Attachment:
 
     def _timed(self, what: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call whose time is not the model's."""
-        if not self._is_here or self._spent_on:
+        if not self._is_here or self._is_aside or self._watch is None:
             return original(*args, **kwargs)
-        self._spent_on, begin_s = what, time.perf_counter()
+        self._is_aside = True
         try:
-            return original(*args, **kwargs)
+            with self._watch.aside(what):
+                return original(*args, **kwargs)
         finally:
-            self._spent_on = ""
-            self._spend(what, time.perf_counter() - begin_s)
-
-    def _spend(self, what: str, seconds: float) -> None:
-        if self._watch is not None:
-            self._watch.add(**{what: seconds})
+            self._is_aside = False
 
     @property
     def _is_here(self) -> bool:

@@ -276,7 +276,7 @@ class Semaphores:
 
 
 RING = 256  # how far a rank can be behind another
-_ENTRY = struct.Struct("=4q")  # its number, what it is, where its bytes begin, and how many there are
+_ENTRY = struct.Struct("=4qd")  # its number, what it is, where its bytes begin, how many there are, and when it was put
 _RING_BYTES = RING * _ENTRY.size
 CHANNEL_BYTES = 2 * SIZE_BYTES + _RING_BYTES
 
@@ -329,7 +329,8 @@ class Channel:
 
     def publish(self, what: int, begin: int, nbytes: int, reference: BlockReference) -> None:
         count = self._count
-        _ENTRY.pack_into(self._memory, self._first + count % RING * _ENTRY.size, count, what, begin, nbytes)
+        at = self._first + count % RING * _ENTRY.size
+        _ENTRY.pack_into(self._memory, at, count, what, begin, nbytes, time.perf_counter())
         self._count = count + 1
         self._unread.append(reference)
         self._semaphores.post(self._published)
@@ -348,18 +349,19 @@ class Channel:
 
     # -- the other ------------------------------------------------------------------------------------------------
 
-    def take(self, end_s: float) -> tuple[int, int, int]:
-        """What, where and how many, of the next entry. Raises NotYet at `end_s` of the monotonic clock."""
+    def take(self, end_s: float) -> tuple[int, int, int, float]:
+        """What, where, how many and when (by the host's one clock), of the next entry. Raises
+        NotYet at `end_s` of the monotonic clock."""
         if not self._semaphores.take(self._published) and not (
             end_s > (now_s := time.monotonic()) and self._semaphores.take(self._published, end_s - now_s)
         ):
             raise NotYet("the next entry is not there yet")
         at = self._first + self._count % RING * _ENTRY.size
-        number, what, begin, nbytes = _ENTRY.unpack_from(self._memory, at)
+        number, what, begin, nbytes, put_s = _ENTRY.unpack_from(self._memory, at)
         if number != self._count:
             raise RuntimeError(f"entry {self._count} in shared memory has the number {number}")
         self._count += 1
-        return what, begin, nbytes
+        return what, begin, nbytes, put_s
 
     def acknowledge(self) -> None:
         """The oldest entry that was taken and not read."""
@@ -372,9 +374,9 @@ class SharedPeer:
     def __init__(self, name: str, arena: PeerMemory, to: Channel, from_: Channel, connection: PeerConnection) -> None:
         self.name, self.to, self.from_, self.arena, self.connection = name, to, from_, arena, connection
 
-    def take(self, end_s: float) -> tuple[int, int, int]:
-        """Its next entry: what it is, and where its bytes begin in its memory, and how many there are. Raises NotYet, and
-        PeerGone if there will be none."""
+    def take(self, end_s: float) -> tuple[int, int, int, float]:
+        """Its next entry: what it is, where its bytes begin in its memory, how many there are, and when it was put. Raises
+        NotYet, and PeerGone if there will be none."""
         try:
             return self.from_.take(end_s)
         except NotYet:

@@ -21,6 +21,7 @@ readers."""
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -146,6 +147,7 @@ class SharedWork:
         """`word`: what entries of others are to be. `about`: its mark, in words."""
         self._group, self._word, self._about, self._finish, self._sources = group, word, about, finish, sources
         self._taken: Contents = {}
+        self.last = (-math.inf, -1)  # when the last of the other ranks has issued it, and which one
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Raises NotYet after the timeout, if it is not 0, and RuntimeError if it has failed."""
@@ -181,11 +183,12 @@ class SharedWork:
         for r, peer in self._sources.items():
             if r not in self._taken and self._failed is None:
                 try:
-                    word, begin, nbytes = peer.take(end_s)
+                    word, begin, nbytes, put_s = peer.take(end_s)
                 except PeerGone as e:
                     self._failed = str(e)
                     return
                 self._taken[r] = begin, nbytes
+                self.last = max(self.last, (put_s, r))
                 if word != self._word:
                     self._compare(peer.name, word)
 
@@ -213,6 +216,7 @@ class SharedWork:
                 self._sources[r].from_.acknowledge()
             self._done, self._finish, self._taken = True, lambda _: None, {}
             if self.on_read is not None:
+                self.issued.last = self.last
                 self.on_read(self.issued)
 
 

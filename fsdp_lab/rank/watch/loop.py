@@ -276,7 +276,7 @@ class Watch:
     def _before_forward(self, *_: Any) -> None:
         if self._given is None:
             self._host.progress.place = LoopPlace.FORWARD
-        elif torch._C._current_graph_task_id() == -1:  # else it is a recomputation
+        elif torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # no evaluation, no recomputation
             self._enter(self._given, "forward")
 
     def _after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
@@ -388,6 +388,19 @@ class Watch:
         """No part of the step is in progress until its next forward."""
         if self._given is not None:
             self._enter(self._given, "")
+
+    @contextmanager
+    def aside(self, what: str) -> Iterator[None]:
+        """The context of something that is no part of the step, and adds its seconds to a field of the event."""
+        given, begin_s = self._given, time.perf_counter()
+        part = "" if given is None else given.part
+        self.rest()
+        try:
+            yield
+        finally:
+            self.add(**{what: time.perf_counter() - begin_s})
+            if given is not None and given is self._given:
+                self._enter(given, part)
 
     def _end(self, given: _Given, *, ledger: bool) -> None:
         read_step = self._meter.end()
