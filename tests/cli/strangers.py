@@ -5,6 +5,8 @@ import contextlib
 import json
 import os
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -157,8 +159,6 @@ def _texts() -> list[dict[str, list[int]]]:
 
 def trainer(tell: Told, *callbacks: Any) -> None:
     """transformers' Trainer, under DDP."""
-    import tempfile
-
     from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
     class Log(TrainerCallback):  # type: ignore[misc]
@@ -185,8 +185,6 @@ def called_back(tell: Told) -> None:
 
 def sft(tell: Told) -> None:
     """TRL's trainer of chats, in one process."""
-    import tempfile
-
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
@@ -343,6 +341,67 @@ def compiled(tell: Told) -> None:
         _, loss = quick(ids, ids)
         loss.backward()
         tell(loss.item())
+
+
+class Slow(nn.Module):
+    """A layer that takes `seconds` longer."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.layer, self.seconds = nn.Linear(64, 64), seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return self.layer(x).relu()  # type: ignore[no-any-return]
+
+
+class Rows(torch.utils.data.Dataset[Tensor]):
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, i: int) -> Tensor:
+        time.sleep(self.seconds)
+        return torch.randn(64)
+
+
+def late(tell: Told) -> None:
+    """FSDP2 with faults, given as "compute=1,input=0": on which rank each step takes 30 ms longer, and in what. Tells the
+    seconds of each step."""
+    from torch.distributed.fsdp import fully_shard
+
+    group()
+    faults = dict(fault.split("=") for fault in sys.argv[3].split(",") if fault)
+    own = {what: 0.03 * (int(rank) == dist.get_rank()) for what, rank in faults.items()}
+    model = nn.Sequential(*(Slow(own.get("compute", 0.0) / 3) for _ in range(3)))
+    for part in (*model, model):
+        fully_shard(part)
+    optimizer = torch.optim.AdamW(model.parameters())
+    begin_s = time.perf_counter()
+    for x in DataLoader(Rows(own.get("input", 0.0)), batch_size=1):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if own.get("checkpoint"):
+            with tempfile.NamedTemporaryFile() as file:
+                torch.save(Late(own["checkpoint"]), file)
+        time.sleep(own.get("host", 0.0))
+        tell(time.perf_counter() - begin_s)
+        begin_s = time.perf_counter()
+    dist.destroy_process_group()
+
+
+class Late:
+    """Takes so long to be saved."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __getstate__(self) -> dict[str, float]:
+        time.sleep(self.seconds)
+        return {}
 
 
 @contextlib.contextmanager
