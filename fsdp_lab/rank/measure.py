@@ -90,6 +90,9 @@ class StepMeter:
         self._held_bytes = 0  # at the end of a step, and not between steps
         self._limit, self._loading_bytes = limit_bytes(info.device), loading_bytes
         self.ledger = ledger
+        self._troubles = (0, 0)  # retries and failures that the allocator had counted at the last event
+        if self._on_gpu:
+            self._take_troubles(torch.cuda.memory_stats(self._device))
         self._recompiled = Recompilations()
         self._recording: Ledger | None = None  # of the ledger step in progress
         self._curve: tuple[MemorySample, ...] = ()  # of the step in progress, if it is a ledger step
@@ -267,7 +270,8 @@ class StepMeter:
     def _gpu_memory(self, m: Memory) -> Memory:
         """The allocator's statistics. What it reports beyond the last ledger step counts as other, and what is missing to it
         is taken from other and activations: the classes add up to its peak."""
-        reserved, peak = torch.cuda.memory_reserved(self._device), torch.cuda.max_memory_allocated(self._device)
+        stats = torch.cuda.memory_stats(self._device)
+        reserved, peak = stats["reserved_bytes.all.current"], stats["allocated_bytes.all.peak"]
         free, total = torch.cuda.mem_get_info(self._device)
         held = RoleBytes(parameters_bytes=m.parameters_bytes, optimizer_bytes=m.optimizer_bytes)
         classes = held if self.ledger is None else self.ledger.peak
@@ -277,10 +281,16 @@ class StepMeter:
             m,
             peak_bytes=peak,
             at_peak=dataclasses.replace(classes, other_bytes=max(0, other), activations_bytes=activations),
-            allocated_bytes=torch.cuda.memory_allocated(self._device) - self._held_bytes,
+            allocated_bytes=stats["allocated_bytes.all.current"] - self._held_bytes,
             reserved_bytes=reserved,
             outside_bytes=max(0, total - free - reserved),
+            **self._take_troubles(stats),
         )
+
+    def _take_troubles(self, stats: Mapping[str, int]) -> dict[str, int]:
+        """Retries and failures of the allocator since the last call, by the fields of `Memory`."""
+        before, self._troubles = self._troubles, (stats["num_alloc_retries"], stats["num_ooms"])
+        return {"alloc_retries": self._troubles[0] - before[0], "ooms": self._troubles[1] - before[1]}
 
 
 def limit_bytes(device: torch.device) -> int:
