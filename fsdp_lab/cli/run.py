@@ -168,6 +168,8 @@ def train(
             text = str(e) if isinstance(e, FieldError) else str(e).strip().partition("\n")[0]
             raise Failed(text or type(e).__name__) from e
         finally:
+            if run.done:
+                run.reporter.flush()  # so that its notes are complete
             saves = [s.words for s in run.saves if s.error] + [s.words for s in run.saves[-1:] if not s.error]
             told = [incident.words for incident in run.incidents] + saves + [str(d) for d in run.diagnoses]
             for text in filter(None, [run.details, *told]):

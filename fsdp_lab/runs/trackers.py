@@ -189,7 +189,7 @@ class Reporter:
     def checked(self) -> Self:
         """Raises ModuleNotFoundError: a client is not installed. ArgumentError: its folder cannot be written."""
         for name, tracker in self._trackers:
-            if name in KINDS and name != "jsonl" and find_spec(name) is None:
+            if name in KINDS and name != "jsonl" and not getattr(find_spec(name), "origin", ""):  # ./wandb has none
                 raise not_installed(f"{self._field} {name}", ModuleNotFoundError(name=name))
             if (folder := tracker.folder) is not None:
                 with path_errors(self._field, f"{name} cannot write to {folder}", f"set {tracker.variable}"):

@@ -26,6 +26,7 @@ from fsdp_lab.rank.watch.loop import TRACE_EVERY, LoopHost, Watch, plain_host
 if TYPE_CHECKING:
     from fsdp_lab.runs.history.history import History
     from fsdp_lab.runs.trackers import Reporter
+    from fsdp_lab.runs.watched import WatchedRun
 
 POLL_S = 0.2
 LAST_S = 10.0  # after a loop, for the other ranks' last messages and for the disk
@@ -115,7 +116,7 @@ class LoopRecorder:
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._rank, self._world_size = 0, 1
         self._store: dist.Store | None = None
-        self._take: Callable[[dict[str, Any]], None] | None = None
+        self._run: WatchedRun | None = None  # on rank 0
         self._flush: Callable[[], object] = lambda: None
         self._thread: threading.Thread | None = None
 
@@ -137,8 +138,8 @@ class LoopRecorder:
         if "end" in message:
             self._queue.put(None)
             self._thread.join(LAST_S)
-            if self._reporter is not None:
-                self._reporter.flush()
+            if self._run is not None and self._run.state.over:
+                self._run.reporter.flush()
 
     # -- on its thread ----------------------------------------------------------------------------------------------
 
@@ -183,18 +184,17 @@ class LoopRecorder:
                 return
 
     def _record(self, message: dict[str, Any]) -> None:
-        if self._take is None:
+        if self._run is None:
             from fsdp_lab.runs.history.history import History
             from fsdp_lab.runs.watched import WatchedRun
 
-            run = WatchedRun(message)
+            self._run = WatchedRun(message)
             if (history := History.of(self._history_given)) is not None:
-                history.record(run)
+                history.record(self._run)
                 self._flush = partial(history.flush, LAST_S / 2)
-            run.reporter = self._reporter or run.reporter
-            run.reporter.follow(run)
-            self._take = run.take
-        self._take(message)
+            self._run.reporter = self._reporter or self._run.reporter
+            self._run.reporter.follow(self._run)
+        self._run.take(message)
 
 
 def _key(run: str, rank: int, number: int) -> str:
