@@ -35,6 +35,7 @@ from fsdp_lab.runs.run import Drill, Run
 from fsdp_lab.runs.saving import CheckpointConfig
 from fsdp_lab.runs.slow_motion import SlowMotion
 from fsdp_lab.runs.sweep import ROUNDS, Sweep, combine, value_lists
+from fsdp_lab.runs.trackers import Reporter
 from fsdp_lab.runs.watched import WatchedRun
 from fsdp_lab.spec.checkpoint_format import Checkpoint, check_folder, check_same, find
 from fsdp_lab.spec.spec import Spec, Strategy
@@ -104,6 +105,7 @@ class Lab:
         self._devices = each_device(devices, ranks or 2)
         self._shows_progress = progress is True
         self.history = History.of(history)
+        self._reporters: list[Reporter] = []
         self._calibration: Calibration | None = None
         self.cluster = Cluster(
             ranks,
@@ -222,6 +224,7 @@ class Lab:
         save: CheckpointConfig | str | os.PathLike[str] | None = None,
         recover: RecoveryPolicy | str | bool = False,
         evaluate: EvalConfig | int | None = None,
+        report_to: Any = None,
         anyway: bool = False,
         **changes: Any,
     ) -> Run:
@@ -239,6 +242,8 @@ class Lab:
             recover: what to do when ranks or a step fail: True recovers automatically, "ask" waits for `recover` or
                 `stop`; or a `RecoveryPolicy`.
             evaluate: compute the loss on held-out samples every so many steps; or an `EvalConfig`.
+            report_to: where its metrics go too: "wandb", "trackio", "tensorboard", "mlflow", "jsonl", several in a list or
+                as "a,b", or an object with `log(metrics, step=...)`; see `fsdp_lab.runs.trackers`.
             anyway: start it although its memory does not suffice by the plan.
             changes: flat field names, as in `Spec.replace`. For a module of your own, three together: `model`, a function
                 without arguments that builds it, or its class; `loss`, a function of (model, batch) that returns a scalar
@@ -246,7 +251,7 @@ class Lab:
                 sent to the ranks with all that they use. Initial values are those that `model` gives under the seed.
                 `engine`, a class, shards in place of a backend: see `check_engine`.
 
-        Raises SpecError: an invalid field or combination, or code that cannot be sent.
+        Raises SpecError: an invalid field or combination, or code that cannot be sent. ModuleNotFoundError: of `report_to`.
         """
         return self._activities.begin_run(
             self._wanted(spec, changes, "lab.run", anyway=anyway),
@@ -256,6 +261,7 @@ class Lab:
             saving=CheckpointConfig.of(save),
             recovering=RecoveryPolicy.of(recover),
             evaluate=evaluate,
+            reporter=Reporter(report_to, self.history).checked(),
         )
 
     def resume(
@@ -267,6 +273,7 @@ class Lab:
         save: CheckpointConfig | str | os.PathLike[str] | None = None,
         recover: RecoveryPolicy | str | bool = False,
         evaluate: EvalConfig | int | None = None,
+        report_to: Any = None,
         anyway: bool = False,
         **changes: Any,
     ) -> Run:
@@ -295,6 +302,7 @@ class Lab:
             saving=CheckpointConfig.of(save),
             recovering=RecoveryPolicy.of(recover),
             evaluate=evaluate,
+            reporter=Reporter(report_to, self.history).checked(),
         )
 
     def recover(self, ranks: str | None = None) -> Run:
@@ -470,6 +478,10 @@ class Lab:
     def _record(self, run: Run | WatchedRun) -> None:
         if self.history is not None:
             self.history.record(run)
+        if isinstance(run, WatchedRun):
+            run.reporter = Reporter(run.reporter.given, self.history)
+        run.reporter.follow(run)
+        self._reporters.append(run.reporter)
 
     def save(self, folder: str | os.PathLike[str]) -> Checkpoint:
         """Saves the state of the ranks and returns the complete checkpoint; of a run in progress as `run.save` does.
@@ -671,7 +683,8 @@ class Lab:
         return self.cluster.attached
 
     def close(self) -> None:
-        """Stops the run and ends the ranks that we started; within about 10 s, in any state. Idempotent."""
+        """Stops the run and ends the ranks that we started; within about 10 s, in any state, or later where a tracker of
+        its run is slow. Idempotent."""
         self._end(self.cluster.close, "the lab was closed")
 
     def detach(self) -> None:
@@ -707,6 +720,8 @@ class Lab:
         release_ranks()
         if self.history is not None:
             self.history.flush()
+        for reporter in self._reporters:
+            reporter.flush()
 
     def __enter__(self) -> Lab:
         return self

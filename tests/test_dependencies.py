@@ -27,6 +27,7 @@ NOT_IMPORTED = {
     "pytest-timeout": "a plugin of pytest",
     "pytest-xdist": "a plugin of pytest",
     "ruff": "a command",
+    "tensorboard": "torch.utils.tensorboard imports it",
     "types-psutil": "read by mypy",
 }
 
@@ -54,8 +55,9 @@ def imported_by_tests() -> set[str]:
 
 
 DEPENDENCIES = ranges(PROJECT["dependencies"])
-EXTRA = ranges(PROJECT["optional-dependencies"]["lora"])
-TEST_EXTRA = ranges(PROJECT["optional-dependencies"]["test"])
+EXTRAS = {name: ranges(listed) for name, listed in PROJECT["optional-dependencies"].items()}
+TEST_EXTRA = EXTRAS.pop("test")
+EXTRA = {name: version for extra in EXTRAS.values() for name, version in extra.items()}
 
 
 def test_every_third_party_import_is_declared_and_every_declared_package_is_imported_or_has_a_reason():

@@ -204,6 +204,9 @@ class Memory:
     rss_bytes: int = 0  # with this rank's own pool, and without the others'
     # The most by which RSS grew while this rank built the model and read its weights; 0 of a training that read none.
     loading_bytes: int = 0
+    # Of the caching allocator, since the event before: how often it had to free what it cached, and could not allocate.
+    alloc_retries: int = 0
+    ooms: int = 0
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Memory:
@@ -253,7 +256,7 @@ class StepEvent:
     host: str = ""  # of this rank; "": unknown
     across_bytes: int = 0  # of all kinds, sent by this rank to ranks on other hosts
     across_s: float = 0.0  # issue to completion of the collectives of groups on several hosts, summed as in `Traffic`
-    input_s: float | None = None  # waiting for the data loader; None: unknown, as are the next two
+    input_s: float | None = None  # the main thread waited for its batches; None: unknown, as are the next two
     checkpoint_s: float | None = None  # writing checkpoints between two updates
     evaluation_s: float | None = None  # in forwards without gradients between two updates
     # Of `exposed_comm_s`, the time in which another rank had not issued the collective yet: (rank, seconds). Known where

@@ -50,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--save-every", type=int, metavar="N", help="save every N steps")
     recover = "when a rank is lost, recover automatically: on as many ranks, or on those that remain"
     add("--recover", choices=("same", "fewer"), help=recover)
+    trackers = "report metrics to wandb, trackio, tensorboard, mlflow or jsonl, or to several: a,b"
+    add("--report-to", metavar="TRACKER", help=trackers)
     shared.add_hosts(parser)
 
 
@@ -75,8 +77,11 @@ def run(args: argparse.Namespace) -> int:
 
     check(spec.workload, evaluated=evaluate.samples if evaluate else 0, begins=start is None)
     from fsdp_lab.runs.recovery import RecoveryPolicy
+    from fsdp_lab.runs.trackers import Reporter
 
+    Reporter(args.report_to, field="--report-to").checked()
     options: dict[str, Any] = {"steps": args.steps, "evaluate": evaluate, "anyway": args.anyway}
+    options["report_to"] = args.report_to
     options["save"] = checkpoint_config(args)
     options["recover"] = RecoveryPolicy() if args.recover is None else RecoveryPolicy(how="auto", ranks=args.recover)
     try:
@@ -163,6 +168,8 @@ def train(
             text = str(e) if isinstance(e, FieldError) else str(e).strip().partition("\n")[0]
             raise Failed(text or type(e).__name__) from e
         finally:
+            if run.done:
+                run.reporter.flush()  # so that its notes are complete
             saves = [s.words for s in run.saves if s.error] + [s.words for s in run.saves[-1:] if not s.error]
             told = [incident.words for incident in run.incidents] + saves + [str(d) for d in run.diagnoses]
             for text in filter(None, [run.details, *told]):

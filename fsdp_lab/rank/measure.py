@@ -70,6 +70,8 @@ class StepMeter:
     called inside; then `end`, whose result is called when the device has ended the step. `ledger`: that of the last ledger
     step."""
 
+    _troubles = (0, 0)  # retries and failures that the allocator had counted at the last event
+
     def __init__(
         self,
         backend: Measured,
@@ -91,6 +93,7 @@ class StepMeter:
         self._held_bytes = 0  # at the end of a step, and not between steps
         self._limit, self._loading_bytes = limit_bytes(info.device), loading_bytes
         self.ledger = ledger
+        self._troubles = allocator_troubles(info.device)
         self._recompiled = Recompilations()
         self._recording: Ledger | None = None  # of the ledger step in progress
         self._curve: tuple[MemorySample, ...] = ()  # of the step in progress, if it is a ledger step
@@ -274,6 +277,7 @@ class StepMeter:
         """The allocator's statistics. What it reports beyond the last ledger step counts as other, and what is missing to it
         is taken from other and activations: the classes add up to its peak."""
         reserved, peak = torch.cuda.memory_reserved(self._device), torch.cuda.max_memory_allocated(self._device)
+        before, self._troubles = self._troubles, allocator_troubles(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         held = RoleBytes(parameters_bytes=m.parameters_bytes, optimizer_bytes=m.optimizer_bytes)
         classes = held if self.ledger is None else self.ledger.peak
@@ -286,6 +290,8 @@ class StepMeter:
             allocated_bytes=torch.cuda.memory_allocated(self._device) - self._held_bytes,
             reserved_bytes=reserved,
             outside_bytes=max(0, total - free - reserved),
+            alloc_retries=self._troubles[0] - before[0],
+            ooms=self._troubles[1] - before[1],
         )
 
 
@@ -298,6 +304,12 @@ def _by_part(
         waited = sum(max(0.0, min(end, stop) - max(begin, start)) for start, stop, _ in stalls)
         seconds[name] = seconds.get(name, 0.0) + end - begin - waited
     return seconds
+
+
+def allocator_troubles(device: torch.device) -> tuple[int, int]:
+    """How often this process's caching allocator had to free what it cached, and could not allocate; 0 on a CPU."""
+    stats = torch.cuda.memory_stats_as_nested_dict(device) if device.type == "cuda" else {}
+    return stats.get("num_alloc_retries", 0), stats.get("num_ooms", 0)
 
 
 def limit_bytes(device: torch.device) -> int:

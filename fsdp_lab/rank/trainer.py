@@ -27,6 +27,7 @@ rank checks its own summands."""
 import dataclasses
 import hashlib
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass
@@ -251,11 +252,13 @@ class Trainer:
     def _accumulate(self) -> Tensor:
         """Forward and backward of every micro-batch. Returns the sum of this rank's losses, on its device, each by its
         weight (`Batches.weight`), so that the mean over micro-batches and ranks is that over all labels."""
-        count = self.spec.workload.accumulate
+        count, input_s = self.spec.workload.accumulate, 0.0
         total = torch.zeros((), dtype=torch.float32, device=self.info.device)
         for micro in range(count):
             self.meter.part("forward")
+            asked_s = time.perf_counter()
             batch = _pinned(self.batches.batch(self.progress.samples, micro), self.info.device)
+            input_s += time.perf_counter() - asked_s
             with self._random(micro), self.backend.micro_batch(communicate=self.spec.communicates(micro)):
                 loss = self.backend.loss(batch).float()
                 if (weight := self.batches.weight(self.progress.samples, micro)) != 1.0:
@@ -265,6 +268,7 @@ class Trainer:
             self.world.context.meter.end_backward()
             self.world.context.set_unit("")
             total += loss.detach()
+        self._fields["input_s"] = input_s
         return total
 
     def _random(self, micro: int) -> AbstractContextManager[None]:

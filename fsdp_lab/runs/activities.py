@@ -13,6 +13,7 @@ from fsdp_lab.runs.comparison import Refusal
 from fsdp_lab.runs.run import Drill, Run
 from fsdp_lab.runs.slow_motion import SlowMotion
 from fsdp_lab.runs.sweep import Sweep
+from fsdp_lab.runs.trackers import Reporter
 from fsdp_lab.runs.view import RunState
 from fsdp_lab.runs.watched import WatchedRun
 from fsdp_lab.spec.faults import SIGNALS, fault_of
@@ -163,6 +164,7 @@ class Activities:
                 saving=run.saving,
                 recovering=replace(run.recovering, ranks=ranks or run.recovering.ranks),
                 evaluate=run.evaluate,
+                reporter=Reporter(run.reporter.given, run.reporter.history),
                 broken=run,
             )
 

@@ -16,6 +16,7 @@ from fsdp_lab.runs.evaluation import EvalConfig, Evaluation
 from fsdp_lab.runs.recovery import Incident, RecoveryPolicy
 from fsdp_lab.runs.saving import CheckpointConfig
 from fsdp_lab.runs.steps import EventStore
+from fsdp_lab.runs.trackers import Reporter
 from fsdp_lab.runs.view import Request, RunState, Switch
 from fsdp_lab.spec.spec import Spec
 
@@ -37,6 +38,7 @@ class RunControl:
     Attributes:
         id: as in its events. events: its `EventStore`.
         steps: how many to train; None: until stopped. ledger_every, evaluate, recovering: as given; saving: also by `save`.
+        reporter: to the trackers that were given.
         spec: the one applied last; before the first is applied, the one to apply.
         switches: of every Spec that was applied. incidents: failures that the run recovered from, or is to recover from.
         refused: the error of the last Spec that the ranks refused; None: there is none.
@@ -66,6 +68,7 @@ class RunControl:
         evaluate: EvalConfig | int | None = None,
         saving: CheckpointConfig | None = None,
         recovering: RecoveryPolicy | None = None,
+        reporter: Reporter | None = None,
     ) -> None:
         for name, value, none in (("steps", steps, "no end"), ("ledger_every", ledger_every, "only requested ones")):
             if value is not None:
@@ -74,6 +77,7 @@ class RunControl:
         self.spec, self.steps, self.ledger_every = spec, steps, ledger_every
         self.evaluate = EvalConfig.of(evaluate)
         self.saving, self.recovering = saving, recovering or RecoveryPolicy()
+        self.reporter = reporter or Reporter()
         self.check_evaluation(spec)
         self.started_unix_s = time.time()
         self.ended_unix_s: float | None = None

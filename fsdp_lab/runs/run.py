@@ -96,9 +96,9 @@ class Run(RunControl, RunQueries, Awaited["Run"]):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Remarks on how far to trust the times: on the ranks' placement, and from the last switch."""
+        """Remarks on how far to trust the times: on the ranks' placement, and from the last switch; and on its trackers."""
         switched = self.switches[-1].notes if self.switches else ()
-        return tuple(dict.fromkeys([*self._driver.ranks.notes, *switched]))
+        return tuple(dict.fromkeys([*self._driver.ranks.notes, *switched, *self.reporter.notes]))
 
     def __repr__(self) -> str:
         reason = f" ({self.reason})" if self.reason else ""

@@ -9,6 +9,7 @@ from fsdp_lab.base.errors import Cause
 from fsdp_lab.base.hang import LoopPlace, LoopRank, cause_in_loop
 from fsdp_lab.cluster import RankHung
 from fsdp_lab.runs.steps import EventStore
+from fsdp_lab.runs.trackers import Reporter
 from fsdp_lab.runs.view import Awaited, RunQueries, RunState, Switch, fingerprint
 from fsdp_lab.spec.loops import WatchedLoop
 
@@ -33,7 +34,8 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
         self.events = EventStore()
         device = {name: begin[name] for name in ("device_name", "software")}
         self.environment: Mapping[str, Any] = fingerprint([device] * self.spec.world_size)
-        self.notes: tuple[str, ...] = tuple(begin["notes"])
+        self.reporter = Reporter(begin.get("report_to"))  # whoever records the run may replace it
+        self._notes: tuple[str, ...] = tuple(begin["notes"])
         self._interrupt = interrupt
         self._lock = threading.Lock()
         self._ends: dict[int, Mapping[str, Any]] = {}  # by rank
@@ -45,10 +47,10 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
         """A message of one rank."""
         begin, end = message.get("begin"), message.get("end")
         if begin is not None:
-            self.notes = tuple(dict.fromkeys([*self.notes, *begin["notes"]]))
-        self.events.add(message["events"], self.notes)
+            self._notes = tuple(dict.fromkeys([*self._notes, *begin["notes"]]))
+        self.events.add(message["events"], self._notes)
         if end is not None:
-            self.notes = tuple(dict.fromkeys([*self.notes, *end["notes"]]))
+            self._notes = tuple(dict.fromkeys([*self._notes, *end["notes"]]))
             self._end_rank(int(message["rank"]), end)
 
     def lose(self, rank: int, why: str) -> None:
@@ -77,6 +79,10 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
             self.state, self.reason, self.cause = _verdict(dict(sorted(self._ends.items())))
             self.ended_unix_s = time.time()
         self._end()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (*self._notes, *self.reporter.notes)
 
     @property
     def step(self) -> int:

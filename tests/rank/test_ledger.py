@@ -309,12 +309,14 @@ def test_a_curve_of_many_units_is_thinned_and_keeps_its_peak() -> None:
 def test_the_classes_add_up_to_the_allocator_s_peak(monkeypatch: pytest.MonkeyPatch, peak_bytes: int) -> None:
     """Of a step that allocates less than the ledger step did, a little more, and much more."""
     for name, value in {"memory_reserved": 200, "max_memory_allocated": peak_bytes, "memory_allocated": 80,
-                        "mem_get_info": (100, 400)}.items():  # fmt: skip
+                        "mem_get_info": (100, 400),
+                        "memory_stats_as_nested_dict": {"num_alloc_retries": 5, "num_ooms": 2}}.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     meter = StepMeter.__new__(StepMeter)
-    meter._device, meter._held_bytes = torch.device("cuda:0"), 30
+    meter._device, meter._held_bytes, meter._troubles = torch.device("cuda:0"), 30, (3, 2)
     classes = RoleBytes(parameters_bytes=60, activations_bytes=40, other_bytes=5)
     meter.ledger = LedgerResult(peak=classes, end_bytes=0, curve=())
     found = meter._gpu_memory(Memory(parameters_bytes=60))
     assert found.at_peak.total_bytes == found.peak_bytes == peak_bytes and found.allocated_bytes == 50
+    assert (found.alloc_retries, found.ooms) == (2, 0), "since the event before"
     assert found.at_peak.parameters_bytes == 60 and found.at_peak.other_bytes == max(0, peak_bytes - 100)

@@ -37,6 +37,14 @@ def test_json_both_ways() -> None:
     assert StepEvent.from_dict(json.loads(json.dumps(evaluated.to_dict()))) == evaluated
 
 
+def test_an_event_that_was_stored_before_some_fields_has_their_defaults() -> None:
+    told = event(input_s=0.5, memory=Memory(alloc_retries=2, ooms=1))
+    stored = json.loads(json.dumps(told.to_dict()))
+    assert StepEvent.from_dict(stored) == told
+    del stored["input_s"], stored["memory"]["alloc_retries"], stored["memory"]["ooms"]
+    assert StepEvent.from_dict(stored) == event(input_s=None, memory=Memory())
+
+
 def test_classes_are_the_roles_and_add_up() -> None:
     sizes = {role: 2**i for i, role in enumerate(Role)}
     classes = RoleBytes.of(sizes)

@@ -118,7 +118,9 @@ class Watch:
         ledger_every: int | None = None,
         trace_every: int = TRACE_EVERY,
         hang_s: float | None = None,
+        report_to: str | Sequence[str] | None = None,
     ) -> None:
+        """`report_to`: trackers to which whoever receives its messages is to report."""
         for name, value in (("tokens", tokens), ("ledger_every", ledger_every), ("trace_every", trace_every)):
             if value is not None:
                 check_whole(name, value)
@@ -127,7 +129,7 @@ class Watch:
         self._hang_s = hang_s
         self._found = find(model, _optimizers(optimizer))
         self._host, self._context, self._world = host, host.context, host.world
-        self._tokens, self._title = tokens, title
+        self._tokens, self._title, self._report_to = tokens, title, report_to
         self._count = FlopCount()
         self._counts = flops is True and can_count(model)
         self._compiled = flops is True and not self._counts
@@ -219,7 +221,8 @@ class Watch:
         self._install()
         device = self._info.device
         begin = {"loop": self._loop.to_dict(), "notes": list(self._notes()), "started_unix_s": time.time()}
-        self._publish({"begin": {**begin, "device_name": device_name(device), "software": software(device)}})
+        begin |= {"report_to": self._report_to, "device_name": device_name(device), "software": software(device)}
+        self._publish({"begin": begin})
 
     def _close(self) -> None:
         self._open = self._context.watched = False

@@ -12,17 +12,21 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed as dist, nn
 from torch.distributed import distributed_c10d as c10d
 
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.rank.rendezvous import own_connection
 from fsdp_lab.rank.session import resident_session
 from fsdp_lab.rank.watch.loop import TRACE_EVERY, LoopHost, Watch, plain_host
 
 if TYPE_CHECKING:
     from fsdp_lab.runs.history.history import History
+    from fsdp_lab.runs.trackers import Reporter
+    from fsdp_lab.runs.watched import WatchedRun
 
 POLL_S = 0.2
 LAST_S = 10.0  # after a loop, for the other ranks' last messages and for the disk
@@ -39,6 +43,7 @@ def watch(
     trace_every: int = TRACE_EVERY,
     hang_s: float | None = None,
     history: History | str | os.PathLike[str] | bool = True,
+    report_to: Any = None,
 ) -> Watch:
     """Measures a training loop of your own: step time, memory by class, communication, loss.
 
@@ -70,14 +75,22 @@ def watch(
         hang_s: how long a collective of the loop may wait for a rank before the loop is ended, with the rank named, and the
             cause where it is a known one; None: as long as the lab's, `Lab(hang_s=...)`.
         history: where events are stored outside of a lab: True in the default file, a path, or False.
+        report_to: as of `Lab.run`. Rank 0 reports; on the ranks of a lab its kernel does, under its own environment.
 
-    Raises ArgumentError: for what cannot be watched, in a sentence.
+    Raises ArgumentError: for what cannot be watched, in a sentence. ModuleNotFoundError: of `report_to`.
     """
-    session = resident_session()
+    session, reporter, sent = resident_session(), None, None
+    if report_to is not None:
+        from fsdp_lab.runs.trackers import Reporter
+
+        reporter = Reporter(report_to, history)
     if session is not None and session.has_kernel:
-        host = session.loop_host()
+        host, sent = session.loop_host(), report_to
+        if reporter is not None and not all(isinstance(one, str) for one in reporter.given):
+            reason = "an object cannot be sent to the notebook's kernel, which reports"
+            raise ArgumentError("report_to", reason, "give the name of a tracker")
     else:
-        recorder = LoopRecorder(history)
+        recorder = LoopRecorder(history, None if reporter is None else reporter.checked())
         host = session.loop_host(recorder.publish) if session is not None else plain_host(model, recorder.publish)
         recorder.serve(host)
     return Watch(
@@ -90,30 +103,32 @@ def watch(
         ledger_every=ledger_every,
         trace_every=trace_every,
         hang_s=hang_s,
+        report_to=sent,
     )
 
 
 class LoopRecorder:
     """Carries the messages of one loop to rank 0 and, there, into the history. Nothing waits for it but the loop's end."""
 
-    def __init__(self, history: History | str | os.PathLike[str] | bool) -> None:
-        self._history_given = history
+    def __init__(self, history: History | str | os.PathLike[str] | bool, reporter: Reporter | None) -> None:
+        self._history_given, self._reporter = history, reporter
+        self._records = history is not False or reporter is not None
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._rank, self._world_size = 0, 1
         self._store: dist.Store | None = None
-        self._take: Callable[[dict[str, Any]], None] | None = None
+        self._run: WatchedRun | None = None  # on rank 0
         self._flush: Callable[[], object] = lambda: None
         self._thread: threading.Thread | None = None
 
     def serve(self, host: LoopHost) -> None:
         """Call it before the first message."""
         self._rank, self._world_size = host.info.rank, host.info.world_size
-        if self._world_size > 1 and self._history_given is not False:
+        if self._world_size > 1 and self._records:
             self._store = own_connection(c10d._get_default_store())
 
     def publish(self, message: dict[str, Any]) -> None:
-        """Takes a message; with the last one it waits until everything is stored, `LAST_S` at most."""
-        if self._history_given is False:
+        """Takes a message; with the last one it waits until everything is stored, `LAST_S` at most, and reported."""
+        if not self._records:
             return
         if self._thread is None:
             work = self._collect if self._rank == 0 else self._send
@@ -123,6 +138,8 @@ class LoopRecorder:
         if "end" in message:
             self._queue.put(None)
             self._thread.join(LAST_S)
+            if self._run is not None and self._run.state.over:
+                self._run.reporter.flush()
 
     # -- on its thread ----------------------------------------------------------------------------------------------
 
@@ -167,16 +184,17 @@ class LoopRecorder:
                 return
 
     def _record(self, message: dict[str, Any]) -> None:
-        if self._take is None:
+        if self._run is None:
             from fsdp_lab.runs.history.history import History
             from fsdp_lab.runs.watched import WatchedRun
 
-            run = WatchedRun(message)
-            history = History.of(self._history_given)
-            assert history is not None
-            history.record(run)
-            self._take, self._flush = run.take, lambda: history.flush(LAST_S / 2)
-        self._take(message)
+            self._run = WatchedRun(message)
+            if (history := History.of(self._history_given)) is not None:
+                history.record(self._run)
+                self._flush = partial(history.flush, LAST_S / 2)
+            self._run.reporter = self._reporter or self._run.reporter
+            self._run.reporter.follow(self._run)
+        self._run.take(message)
 
 
 def _key(run: str, rank: int, number: int) -> str:
