@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--history", default="", metavar="FILE", help="where it is stored (default: as fsdp-lab history)"
     )
+    parser.add_argument("--report-to", default="", metavar="TRACKER", help="as of fsdp-lab run")
     parser.add_argument("command", nargs="*", metavar="COMMAND", help="such as torchrun --nproc-per-node 2 train.py")
 
 
@@ -44,8 +45,13 @@ def run(args: argparse.Namespace) -> int:
     if shutil.which(command[0]) is None:
         hint = f"python {command[0]}" if command[0].endswith(".py") else "a program that is on the PATH"
         raise Refused(f"{command[0]} was not found, or is no program; give {hint}")
+    if args.report_to:
+        from fsdp_lab.runs.trackers import Reporter
+
+        Reporter(args.report_to, field="--report-to").checked()
     site = Path(__file__).parents[1] / "runs" / "site"
     options = {"listen": args.listen, "ledger": not args.no_ledger, "title": args.title, "history": args.history}
+    options["report_to"] = args.report_to
     with tempfile.TemporaryDirectory(prefix="fsdp_lab_watch_") as folder:
         path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH", ""))))
         asked = json.dumps({"folder": folder, **options})  # `fsdp_lab.runs.attach.AttachOptions`

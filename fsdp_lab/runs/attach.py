@@ -48,6 +48,7 @@ from fsdp_lab.rank.tracing import ClockOffset
 from fsdp_lab.rank.watch.found import find
 from fsdp_lab.rank.watch.loop import Watch, is_of_ranks, plain_host
 from fsdp_lab.runs.history.loops import LoopRecorder
+from fsdp_lab.runs.trackers import Reporter
 
 OPTIONS = "FSDP_LAB_WATCH"  # the variable that has the `AttachOptions` of one command, as JSON
 _STORED = "fsdp_lab/attached"  # a key of the process group's store
@@ -63,13 +64,14 @@ _REPLACED = (
 @dataclass(frozen=True, kw_only=True)
 class AttachOptions:
     """How it is wanted. `folder`: where each process says what it found (`Attached`); "": it does not. `listen`: the script
-    keeps its own process group. `history`: a path; "": the default."""
+    keeps its own process group. `history`: a path; "": the default. `report_to`: as of `Lab.run`."""
 
     folder: str = ""
     listen: bool = False
     ledger: bool = True
     title: str = ""
     history: str = ""
+    report_to: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +245,10 @@ class Attachment:
         self._say(run=self._watch.run, **self._watch.names)
 
     def _made(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> Watch:
-        recorder = LoopRecorder(self._options.history or True)
+        history, reporter = self._options.history or True, None
+        if self._options.report_to:
+            reporter = Reporter(self._options.report_to, history).checked()
+        recorder = LoopRecorder(history, reporter)
         session = resident_session()
         host = plain_host(module, recorder.publish) if session is None else session.loop_host(recorder.publish)
         info = host.info
