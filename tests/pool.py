@@ -25,11 +25,8 @@ from pathlib import Path
 from typing import Any
 
 IMPORTED_ONCE = [
-    "torch.distributed.fsdp",
-    "transformers.models.gpt2.modeling_gpt2",
-    "fsdp_lab.rank",
-    "tests.remembered",
-]
+    "torch.distributed.fsdp", "transformers.models.gpt2.modeling_gpt2", "fsdp_lab.rank", "tests.remembered",
+]  # fmt: skip
 
 
 @dataclass
@@ -151,16 +148,8 @@ class Pool:
             worker.process.join()
         self._workers = [self._start(rank) for rank in range(len(self._workers))]
 
-    def run(
-        self,
-        function: Callable[..., Any],
-        world_size: int,
-        *args: Any,
-        reduction: str | None = "auto",
-        shared_memory: bool = False,
-        devices: Sequence[str] = (),
-        timeout_s: float = 120,
-    ) -> list[Any]:
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any, reduction: str | None = "auto",
+            shared_memory: bool = False, devices: Sequence[str] = (), timeout_s: float = 120) -> list[Any]:  # fmt: skip
         """With `reduction` None no process group is opened: the function does that. `devices`: of the ranks; (): CPUs."""
         if not all(worker.process.is_alive() for worker in self._workers):
             self.renew()  # one was killed between two runs: for its memory, say

@@ -93,10 +93,8 @@ def traced(world_size: int, *, blocks: int = 4, forward_s: float = 0.010, per_s:
         usual = traced(world_size, blocks=blocks, forward_s=forward_s, per_s=per_s, skew_s=skew_s, seed=seed)
         times = step_time_s / usual[0].step_time_s
         forward_s, per_s, skew_s = forward_s * times, per_s / times, skew_s * times
-    ranks = [
-        _Rank(pace=1 + 0.05 * ((r * 7 + seed) % 5) / 4, now_s=begin_s + skew_s * r, begin_s=begin_s + skew_s * r)
-        for r in range(world_size)
-    ]
+    ranks = [_Rank(pace=1 + 0.05 * ((r * 7 + seed) % 5) / 4, now_s=begin_s + skew_s * r, begin_s=begin_s + skew_s * r)
+             for r in range(world_size)]  # fmt: skip
     world = _World(ranks, per_s, ordinal)
     units = [f"transformer.h.{i}" for i in range(blocks)]
     world.wait(world.issue(Track.ALL_GATHER, ROOT, UNIT_BYTES // 2))

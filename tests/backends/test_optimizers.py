@@ -174,14 +174,9 @@ GROUPS = [
     {"match": ["transformer.h.0.*", "*.wte.*"], "lr": 0.001},
     {"match": ["*.ln_*", "*.bias"], "weight_decay": 0.5},
 ]
-STRATEGIES = [
-    {"backend": "fsdp2"},
-    {"offload": "all", "wrap": "whole"},
-    {"offload": "optimizer", "sharding": "zero1"},
-    {"recompute": "full", "wrap": "every:2", "forward_prefetch": 2},
-    {"backend": "fsdp2", "offload": "all"},
-    {"backend": "fsdp1", "recompute": "every:2", "wrap": "whole"},
-]
+STRATEGIES = [{"backend": "fsdp2"}, {"offload": "all", "wrap": "whole"}, {"offload": "optimizer", "sharding": "zero1"},
+              {"recompute": "full", "wrap": "every:2", "forward_prefetch": 2}, {"backend": "fsdp2", "offload": "all"},
+              {"backend": "fsdp1", "recompute": "every:2", "wrap": "whole"}]  # fmt: skip
 
 
 def test_all_backends_freeze_the_same_and_strategies_change_nothing_of_it(outcomes: Outcomes) -> None:

@@ -44,13 +44,9 @@ def outcome(outcomes: Outcomes, *parts: tuple[Spec, int], reduction: str = "rank
     return outcomes.of(plan(*parts), reduction=reduction)[0]
 
 
-STRATEGIES = [
-    {"sharding": "shard_grad_op", "wrap": "min_params:2000"},
-    {"wrap": "whole", "recompute": "full"},
-    {"forward_prefetch": 1, "recompute": "every:2"},
-    {"backend": "fsdp2", "offload": "all"},
-    {"backend": "fsdp2", "wrap": "every:2", "backward_prefetch": 2, "forward_prefetch": 2},
-]
+STRATEGIES = [{"sharding": "shard_grad_op", "wrap": "min_params:2000"}, {"wrap": "whole", "recompute": "full"},
+              {"forward_prefetch": 1, "recompute": "every:2"}, {"backend": "fsdp2", "offload": "all"},
+              {"backend": "fsdp2", "wrap": "every:2", "backward_prefetch": 2, "forward_prefetch": 2}]  # fmt: skip
 
 
 def test_a_strategy_does_not_change_the_result(outcomes: Outcomes) -> None:

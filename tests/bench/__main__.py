@@ -26,25 +26,16 @@ def measured_by(module: str, name: str) -> Callable[[argparse.Namespace], dict[s
 
 RANKS = {"default": "2,4", "metavar": "N,N", "help": f"numbers of ranks {DEFAULT}"}
 LIVE: Options = on_lab("gpt2-10m") | {"rounds": number(2, "passes over all switches")}
-SOAK: Options = {
-    **on_lab("gpt2-1m"),
-    "toggles": number(1000, "switches of each backend, the first 100 to warm up"),
-    "backend": {"default": ",".join(BACKENDS), "metavar": "B,B", "help": "(default: all four)"},
-}
+SOAK: Options = {**on_lab("gpt2-1m"), "toggles": number(1000, "switches of each backend, the first 100 to warm up"),
+                 "backend": {"default": ",".join(BACKENDS), "metavar": "B,B", "help": "(default: all four)"}}  # fmt: skip
 METERING: Options = {
-    **OWN_RANKS,
-    **PRECISION,
-    "steps": number(100, "counted steps of each form"),
+    **OWN_RANKS, **PRECISION, "steps": number(100, "counted steps of each form"),
     "launches": number(4, "number of fresh launches"),
     "backend": {"default": "fsdp2", "metavar": "B,B", "help": f"of several, one file with all {DEFAULT}"},
-}
-PLAN: Options = {
-    **on_lab("gpt2-1m"),
-    "precision": {"default": "fp32", "help": f"comma-separated list, like --model {DEFAULT}"},
-    "seq_len": number(128),
-    "micro_batch": number(4),
-    "rounds": number(3, "calibration rounds"),
-}
+}  # fmt: skip
+PLAN: Options = {**on_lab("gpt2-1m"),
+                 "precision": {"default": "fp32", "help": f"comma-separated list, like --model {DEFAULT}"},
+                 "seq_len": number(128), "micro_batch": number(4), "rounds": number(3, "calibration rounds")}  # fmt: skip
 MODELS = "gpt2-1m,llama-1m,bert-1m,t5-1m,vit-1m,resnet-1m"
 MEMORY: Options = {"model": {"default": MODELS, "metavar": "M,M", "help": f"presets {DEFAULT}"}, "ranks": RANKS}
 DEVICE: Options = {"device": OWN_RANKS["device"]}

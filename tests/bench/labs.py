@@ -44,14 +44,9 @@ AIMED_ERROR = 0.15  # of a predicted step time, relative to the measured one
 
 # For `live`: all neighbours differ in the backend or another field, and the last differs from the first.
 LIVE_CHANGES: Sequence[Mapping[str, str]] = (
-    {"sharding": "shard_grad_op"},
-    {"precision": "bf16"},
-    {"offload": "all"},
-    {"backend": "ddp", "sharding": "no_shard"},
-    {"backend": "fsdp1"},
-    {"wrap": "whole"},
-    {},
-)
+    {"sharding": "shard_grad_op"}, {"precision": "bf16"}, {"offload": "all"},
+    {"backend": "ddp", "sharding": "no_shard"}, {"backend": "fsdp1"}, {"wrap": "whole"}, {},
+)  # fmt: skip
 # For `soak`: what is switched between; DDP has one sharding.
 SHARDED: Sequence[Mapping[str, str]] = ({"sharding": "full_shard"}, {"sharding": "shard_grad_op"})
 REPLICATED: Sequence[Mapping[str, str]] = tuple({"sharding": "no_shard", "precision": p} for p in ("fp32", "bf16"))

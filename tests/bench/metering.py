@@ -183,10 +183,8 @@ def on_rank(rank: BenchRank, job: Mapping[str, Any]) -> dict[str, dict[str, Any]
     plan = cast(Plan, rank.plan)
     # Not over shared memory on CPUs: torch's group beside it is Gloo's.
     with rank.groups(shared_memory=False) as (info, world):
-        forms = [
-            MeteredForm(built, plan, info, world, rank) if built.form.group == "wire" else built
-            for built in build_forms(plan, info, world)
-        ]
+        forms = [MeteredForm(built, plan, info, world, rank) if built.form.group == "wire" else built
+                 for built in build_forms(plan, info, world)]  # fmt: skip
         return interleave(plan, forms, info, world)
 
 
@@ -199,18 +197,11 @@ class MeteredForm(BuiltForm):
         self._rank, self._world = rank, world
         self._batches, self._times, peak = _GivenBatch(), PartTimes(), BestPeak(Peak(None, "not measured"))
         self._trainer = Trainer(
-            run="bench",
-            spec=plan.spec(built.form),
-            info=info,
-            backend=built.backend,
-            batches=cast(Batches, self._batches),
-            world=world,
+            run="bench", spec=plan.spec(built.form), info=info, backend=built.backend,
+            batches=cast(Batches, self._batches), world=world,
             cost=StepCost(flops=0, recompute_flops=0, tokens=plan.micro_batch * plan.seq_len, peak=peak),
-            progress=TrainingProgress(),
-            scaler=Scaler(enabled=False),
-            notes=(),
-            clock=ClockOffset(),
-        )
+            progress=TrainingProgress(), scaler=Scaler(enabled=False), notes=(), clock=ClockOffset(),
+        )  # fmt: skip
         time_parts(self._trainer, self._times)
         self._unsent: list[dict[str, Any]] = []
         self._published_s = self._traced_s = float("-inf")
@@ -296,14 +287,9 @@ def time_parts(trainer: Trainer, times: PartTimes) -> None:
                 stack.close()
 
     meter.step = timed_step
-    for of, part, name in (
-        (trainer, "norm", "_loss_and_norm"),
-        (trainer, "vote", "_cast"),
-        (trainer, "measuring", "_complete"),
-        (meter, "measuring", "before_update"),
-        (meter, "measuring", "after_update"),
-        (meter, "measuring", "end"),
-    ):
+    for of, part, name in ((trainer, "norm", "_loss_and_norm"), (trainer, "vote", "_cast"),
+                           (trainer, "measuring", "_complete"), (meter, "measuring", "before_update"),
+                           (meter, "measuring", "after_update"), (meter, "measuring", "end")):  # fmt: skip
         setattr(of, name, timed(part, getattr(of, name)))
 
 

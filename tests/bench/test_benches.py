@@ -21,20 +21,14 @@ def ranks(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "launch_here", launched_in(pool))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["soak", "--toggles", "50"], "--toggles 50 is refused; give a whole number of 110 or more"),
-        (["soak", "--backend", "lab,fsdp3"], "--backend 'fsdp3' is refused"),
-        (
-            ["metering", "--launches", "1", "--device", "cpu"],
-            "--launches 1 is refused; give a whole number of 2 or more",
-        ),
-        (["metering", "--backend", "lab,x", "--device", "cpu"], "--backend 'x' is refused"),
-        (["memory", "--ranks", "1,2"], "--ranks 1,2 is refused; give numbers of 2 or more"),
-        (["families", "gpt3"], "gpt3 is no family"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["soak", "--toggles", "50"], "--toggles 50 is refused; give a whole number of 110 or more"),
+    (["soak", "--backend", "lab,fsdp3"], "--backend 'fsdp3' is refused"),
+    (["metering", "--launches", "1", "--device", "cpu"], "--launches 1 is refused; give a whole number of 2 or more"),
+    (["metering", "--backend", "lab,x", "--device", "cpu"], "--backend 'x' is refused"),
+    (["memory", "--ranks", "1,2"], "--ranks 1,2 is refused; give numbers of 2 or more"),
+    (["families", "gpt3"], "gpt3 is no family"),
+])  # fmt: skip
 def test_what_cannot_be_measured_is_refused(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -43,14 +37,11 @@ def test_what_cannot_be_measured_is_refused(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("arguments", "key", "n"),
-    [
-        (["live", "--model", "gpt2-1m", "--rounds", "1"], "seconds", 4),
-        (["plan", "--rounds", "1", "--seq-len", "16"], "rows", 10),
-        (["memory", "--model", "gpt2-1m", "--ranks", "2"], "rows", 4),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "key", "n"), [
+    (["live", "--model", "gpt2-1m", "--rounds", "1"], "seconds", 4),
+    (["plan", "--rounds", "1", "--seq-len", "16"], "rows", 10),
+    (["memory", "--model", "gpt2-1m", "--ranks", "2"], "rows", 4),
+])  # fmt: skip
 def test_a_bench_on_a_lab_writes_what_it_measured(arguments: list[str], key: str, n: int, tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     assert main([*arguments, "--json", str(file)]) == 0

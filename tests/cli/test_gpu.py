@@ -144,14 +144,11 @@ def trained(losses: Sequence[float] = (6.0, 5.0), total: int = 7) -> dict[str, A
     return {"losses": list(losses), "checksum": total, "step_s": 0.1, "peak_bytes": GIB, "kernels": kernels}
 
 
-@pytest.mark.parametrize(
-    ("other", "said"),
-    [
-        (trained([6.0, 5.01]), "lab in fp32: losses differ by 2.0e-03, 0.0001 allowed"),
-        (trained([6.0, math.nan]), "lab in fp32: losses differ by inf"),
-        ({"error": "rank 0: RuntimeError: no"}, "lab in fp32: rank 0: RuntimeError: no"),
-    ],
-)
+@pytest.mark.parametrize(("other", "said"), [
+    (trained([6.0, 5.01]), "lab in fp32: losses differ by 2.0e-03, 0.0001 allowed"),
+    (trained([6.0, math.nan]), "lab in fp32: losses differ by inf"),
+    ({"error": "rank 0: RuntimeError: no"}, "lab in fp32: rank 0: RuntimeError: no"),
+])  # fmt: skip
 def test_a_strategy_that_trains_something_else_fails(
     other: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,11 +63,9 @@ def test_a_server_without_a_token_is_refused(code: int, refused: bool):
 
 @pytest.mark.slow
 def test_it_serves_until_ctrl_c_and_leaves_nothing(tmp_path: Path):
-    environment = {
-        **os.environ,
-        **{f"JUPYTER_{name}_DIR": str(tmp_path / name) for name in ("CONFIG", "DATA", "RUNTIME")},
-        "IPYTHONDIR": str(tmp_path / "ipython"),
-    }
+    environment = {**os.environ,
+                   **{f"JUPYTER_{name}_DIR": str(tmp_path / name) for name in ("CONFIG", "DATA", "RUNTIME")},
+                   "IPYTHONDIR": str(tmp_path / "ipython")}  # fmt: skip
     command = [sys.executable, "-m", "fsdp_lab", "lab", "--no-browser", "--dir", str(tmp_path / "notebooks")]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         given = [*command, f"--port={taken.getsockname()[1]}"]

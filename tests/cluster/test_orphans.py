@@ -37,15 +37,11 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    ("when", "number"),
-    [
-        ("busy", signal.SIGTERM),
-        pytest.param("starting", signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param("importing", signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param("resizing", signal.SIGKILL, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("when", "number"), [
+    ("busy", signal.SIGTERM), pytest.param("starting", signal.SIGKILL, marks=pytest.mark.slow),
+    pytest.param("importing", signal.SIGKILL, marks=pytest.mark.slow),
+    pytest.param("resizing", signal.SIGKILL, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_kernel_that_ends_takes_its_engines_with_it(when: str, number: signal.Signals, tmp_path: Path):
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     owner = subprocess.Popen([sys.executable, "-c", OWNER, when], stdout=subprocess.PIPE, text=True, env=env)

@@ -87,12 +87,10 @@ def test_cores_are_divided_and_uneven_sharing_of_gpus_makes_all_ranks_talk_over_
 
 
 def test_devices_that_cannot_be_had():
-    for machine, devices, says in (
-        (host(gpu(0)), ["cuda:3"], "no cuda:3 .it has cuda:0"),
-        (host(), ["cuda:0"], "it has no GPU"),
-        (host(gpu(0), cuda=None), ["cuda:0"], "built for CPUs"),
-        (host(gpu(0)), ["cuda:0", "cuda:0"], "2 are named for 1 ranks"),
-    ):
+    for machine, devices, says in ((host(gpu(0)), ["cuda:3"], "no cuda:3 .it has cuda:0"),
+                                   (host(), ["cuda:0"], "it has no GPU"),
+                                   (host(gpu(0), cuda=None), ["cuda:0"], "built for CPUs"),
+                                   (host(gpu(0)), ["cuda:0", "cuda:0"], "2 are named for 1 ranks")):  # fmt: skip
         with pytest.raises(SpecError, match=says):
             place([machine], devices)
 
@@ -186,10 +184,8 @@ class Shares(HostEngines):
         self._asked = SshHosts(names=("a", "b", "c"), **{"ranks_per_host": 2, **asked})  # type: ignore[arg-type]
         self._hosts = {n: RankHost(name=n, ranks=2, pids=set(range(10))) for n in ("a", "b", "c")}
         self.token = "token"
-        answers = {
-            n: HostAnswer(value={"running": running[n]}) if n in running else HostAnswer(failure=f"{n}: no")
-            for n in "abc"
-        }
+        answers = {n: HostAnswer(value={"running": running[n]}) if n in running else HostAnswer(failure=f"{n}: no")
+                   for n in "abc"}  # fmt: skip
         self.shell = SimpleNamespace(script=lambda *args, **more: answers)  # type: ignore[assignment]
 
     def _allocate(self):

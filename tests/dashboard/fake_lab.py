@@ -142,17 +142,8 @@ class FakeRun:
 
     diagnoses: tuple[Diagnosis, ...] = ()
 
-    def __init__(
-        self,
-        run_id: str,
-        spec: Spec,
-        *,
-        steps: int | None,
-        step_s: float,
-        share: int | None = None,
-        before_step: Callable[[FakeRun], None] = lambda run: None,
-        hosts: int = 1,
-    ) -> None:
+    def __init__(self, run_id: str, spec: Spec, *, steps: int | None, step_s: float, share: int | None = None,
+                 before_step: Callable[[FakeRun], None] = lambda run: None, hosts: int = 1) -> None:  # fmt: skip
         self.id, self._hosts = run_id, hosts
         self._before_step = before_step
         self.spec = spec
@@ -512,17 +503,9 @@ class FakeLab:
         assert isinstance(self.current._failure, RankLost)
         self.lost[rank] = self.current._failure
 
-    def run(
-        self,
-        spec: Spec | None = None,
-        *,
-        steps: int | None = None,
-        fresh: bool = True,
-        save: CheckpointConfig | None = None,
-        recover: RecoveryPolicy | str | bool = False,
-        evaluate: EvalConfig | None = None,
-        **changes: Any,
-    ) -> FakeRun:
+    def run(self, spec: Spec | None = None, *, steps: int | None = None, fresh: bool = True,
+            save: CheckpointConfig | None = None, recover: RecoveryPolicy | str | bool = False,
+            evaluate: EvalConfig | None = None, **changes: Any) -> FakeRun:  # fmt: skip
         self.spec = (spec or self.spec).replace(**changes)
         if self.sweep is not None:
             self.sweep.stop(5)

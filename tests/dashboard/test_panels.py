@@ -30,10 +30,8 @@ PREDICTION = Prediction(spec_id="chosen", peak_bytes=41 * MIB, step_time_s=0.25,
 
 def steps(count: int, ranks: int = 2, *, first: int = 0, **changes) -> list[Step]:
     spec = Spec(world_size=ranks).replace(**changes)
-    return [
-        Step(events=tuple(event(spec, "run", r, n, first=n == first) for r in range(ranks)))
-        for n in range(first, first + count)
-    ]
+    return [Step(events=tuple(event(spec, "run", r, n, first=n == first) for r in range(ranks)))
+            for n in range(first, first + count)]  # fmt: skip
 
 
 def steps_with(count: int, *, first: int = 0, **changes) -> list[Step]:
@@ -115,14 +113,10 @@ def test_a_panel_draws_what_it_writes(make, ranks):
     assert "times are not a GPU's" not in words.note, "said once, above the cards"
 
 
-@pytest.mark.parametrize(
-    ("hosts", "factor", "said"),
-    [
-        (4, 2, "Shard groups of 2 ranks are inside hosts."),
-        (4, 4, "Shard groups of 4 ranks span hosts of 2; shard_size=2 shards inside them."),
-        (4, 8, ""),
-    ],
-)
+@pytest.mark.parametrize(("hosts", "factor", "said"), [
+    (4, 2, "Shard groups of 2 ranks are inside hosts."),
+    (4, 4, "Shard groups of 4 ranks span hosts of 2; shard_size=2 shards inside them."), (4, 8, ""),
+])  # fmt: skip
 def test_shard_groups_are_said_of_hosts(hosts: int, factor: int, said: str):
     frame = StepAxis()
     frame.shard_factor = factor

@@ -99,10 +99,8 @@ def test_a_folder_that_cannot_be_is_said_beside_it_and_starts_nothing(desk: Desk
     (tmp_path / "taken").write_text("a file")
     desk.saving._when.value, desk.saving._folder.value = EVERY, "taken"
     desk.controls._start.click()
-    assert (
-        plain(desk.saving.message.value)
-        == "The folder taken cannot hold checkpoints: File exists: name a folder that is yours."
-    )
+    assert (plain(desk.saving.message.value)
+            == "The folder taken cannot hold checkpoints: File exists: name a folder that is yours.")  # fmt: skip
     assert "fsdp-refused" in desk.saving.message.value and desk.lab.current is None
     desk.saving._when.value = OFF
     desk.controls._start.click()

@@ -383,13 +383,11 @@ def _cast(model: Any) -> Any:
 DIFFERENCES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "shape": (_wider, r"up.weight \(7, 6\) .* in Block on rank 0 of the mesh, up.weight \(9, 6\) .* in Block on rank"),
     "a parameter less": (lambda m: setattr(m.blocks[1].down, "bias", None), r"down.bias \(6,\) .* on rank 0"),
-    "frozen": (
-        lambda m: m.blocks[1].norm.weight.requires_grad_(False),
-        r"norm.weight \(6,\) .*requires_grad=True.* on rank 0 .* norm.weight .*requires_grad=False",
-    ),
+    "frozen": (lambda m: m.blocks[1].norm.weight.requires_grad_(False),
+               r"norm.weight \(6,\) .*requires_grad=True.* on rank 0 .* norm.weight .*requires_grad=False"),
     "a block less": (lambda m: m.blocks.pop(1), r"norm.weight .* in Block on rank 0 .* first.weight"),
     "tied": (_tied_to_the_root, r"on rank 0 of the mesh, norm.bias of Block tied in Net on rank"),
-}
+}  # fmt: skip
 SHARDED_DIFFERENTLY: dict[str, tuple[Callable[[Any], Any], str]] = {
     "groups": (_grouped, "group=1"),
     "policies": (_cast, "param_dtype=torch.bfloat16"),
@@ -622,11 +620,8 @@ def collectives_of_a_caller(place: Place, over_wire: bool) -> None:
     model = by_block(make())
     mean_square(model, batch(0, place.rank)).backward()
     p = model.first.weight
-    for use in (
-        lambda: dist.all_reduce(p.grad),
-        lambda: dist.broadcast(p.data, 0),
-        lambda: dist.all_gather([torch.zeros(p.shape) for _ in range(place.world_size)], p.detach()),
-    ):
+    for use in (lambda: dist.all_reduce(p.grad), lambda: dist.broadcast(p.data, 0),
+                lambda: dist.all_gather([torch.zeros(p.shape) for _ in range(place.world_size)], p.detach())):  # fmt: skip
         with refused(says, TypeError if over_wire else ShardError):
             use()
     norm = p.grad.norm().full_tensor()

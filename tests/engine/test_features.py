@@ -802,11 +802,7 @@ def built_on_meta(place: Place) -> None:
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(full_state(model), full_state(plain), strict=True))
 
 
-@everywhere(
-    globals(),
-    (compiled,),
-    (rules_of_the_schedule,),
-    (trained_beside, two_modules_are_gathered_once, checkpoints_in_bf16),
-)
+@everywhere(globals(), (compiled,), (rules_of_the_schedule,),
+            (trained_beside, two_modules_are_gathered_once, checkpoints_in_bf16))  # fmt: skip
 def test_in_ranks(pool: Pool, scenario: Scenario, ranks: int) -> None:
     pool.run(scenario, ranks)

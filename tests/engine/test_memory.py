@@ -104,12 +104,9 @@ def held(model: Model) -> Counter[str]:
         came = list(flat.gradients.pieces.values())
         whole = [] if flat.is_view_of_master or not flat.gathered.is_held else [flat.full]
         for kind, tensors in {
-            "parameters": [flat.master],
-            "unsharded": whole,
-            "copies": [flat.device_shard, flat.post_forward_shard],
-            "unsharded gradients": [*came, flat.gradients.unsharded],
-            "gradients": [flat.gradients.reduced],
-        }.items():
+            "parameters": [flat.master], "unsharded": whole, "copies": [flat.device_shard, flat.post_forward_shard],
+            "unsharded gradients": [*came, flat.gradients.unsharded], "gradients": [flat.gradients.reduced],
+        }.items():  # fmt: skip
             found[kind] += sum(t.untyped_storage().nbytes() for t in tensors if t is not None)
     sent = [reduction.unsharded for _, some in runtime_of(model).reducing for reduction in some]
     found["unsharded gradients"] += sum(t.nbytes for t in sent if t is not None)
@@ -169,14 +166,10 @@ class Auditor:
         stays = self.strategy.sharding == "zero1" and not flat.is_view_of_master
         whole = self.counted(self.units, 4) if self.strategy.shards_optimizer_only else self.parameters
         assert got == Counter(
-            {
-                "parameters": self.parameters,
-                "unsharded": self.whole(self.units, self.gathered) if stays else 0,
-                "copies": self.shards(self.units) if self.strategy.offload == "optimizer" else 0,
-                "unsharded gradients": 0,
-                "gradients": whole if with_gradients else 0,
-            }
-        )
+            {"parameters": self.parameters, "unsharded": self.whole(self.units, self.gathered) if stays else 0,
+             "copies": self.shards(self.units) if self.strategy.offload == "optimizer" else 0, "unsharded gradients": 0,
+             "gradients": whole if with_gradients else 0}
+        )  # fmt: skip
 
 
 def audited(place: Place, name: str) -> tuple[int, int, int]:
@@ -242,11 +235,9 @@ def test_shares_and_bytes_sent_are_what_zero_says(pool: Pool) -> None:
     3 Psi where units are gathered twice (section 7), which the root and the last block are not."""
     once = {"all_gather": BLOCKS + 1, "reduce_scatter": BLOCKS + 1}
     for world_size, sharding, copies, gathered, counts in (
-        (3, "full_shard", (1, 1), 0, {**once, "all_gather": 2 * BLOCKS}),
-        (3, "shard_grad_op", (1, 1), 0, once),
-        (2, "zero1", (1, 2), 2, once),
-        (2, "no_shard", (2, 2), 0, {"all_reduce": BLOCKS + 1}),
-    ):
+        (3, "full_shard", (1, 1), 0, {**once, "all_gather": 2 * BLOCKS}), (3, "shard_grad_op", (1, 1), 0, once),
+        (2, "zero1", (1, 2), 2, once), (2, "no_shard", (2, 2), 0, {"all_reduce": BLOCKS + 1}),
+    ):  # fmt: skip
         results = pool.run(shares, world_size, {"sharding": sharding})
         _, psi, stepped, sent = results[0]
         total = sum((full for full, *_ in results), Counter[str]())

@@ -83,14 +83,12 @@ def test_on_the_wire_as_users_have_it(outcomes: Outcomes) -> None:
 
 # -- strategies do not change the result -----------------------------------------------------------------------------
 
-ELSEWHERE = [
-    {"offload": "optimizer", "sharding": "zero1"},
-    {"wrap": "every:2", "forward_prefetch": 2, "backward_prefetch": 2, "offload": "all"},
-    {"wrap": "min_params:100", "sharding": "shard_grad_op", "forward_prefetch": 3, "limit_all_gathers": 3},
-    {"wrap": "class:LayerNorm", "sharding": "zero1"},
-    {"recompute": "every:2", "wrap": "whole", "sharding": "no_shard"},
-    {"recompute": "full", "wrap": "class:GPT2MLP", "backward_prefetch_point": "after"},
-]
+ELSEWHERE = [{"offload": "optimizer", "sharding": "zero1"},
+             {"wrap": "every:2", "forward_prefetch": 2, "backward_prefetch": 2, "offload": "all"},
+             {"wrap": "min_params:100", "sharding": "shard_grad_op", "forward_prefetch": 3, "limit_all_gathers": 3},
+             {"wrap": "class:LayerNorm", "sharding": "zero1"},
+             {"recompute": "every:2", "wrap": "whole", "sharding": "no_shard"},
+             {"recompute": "full", "wrap": "class:GPT2MLP", "backward_prefetch_point": "after"}]  # fmt: skip
 
 
 def test_where_and_how_does_not_change_the_result(outcomes: Outcomes) -> None:
@@ -98,13 +96,9 @@ def test_where_and_how_does_not_change_the_result(outcomes: Outcomes) -> None:
 
 
 WHEN = {
-    "sharding": ["full_shard", "shard_grad_op"],
-    "forward_prefetch": [0, 2],
-    "backward_prefetch": [0, 1, 3],
-    "limit_all_gathers": [0, 1, 2],
-    "limit_reductions": [1, 3],
-    "backward_prefetch_point": ["before", "after"],
-}
+    "sharding": ["full_shard", "shard_grad_op"], "forward_prefetch": [0, 2], "backward_prefetch": [0, 1, 3],
+    "limit_all_gathers": [0, 1, 2], "limit_reductions": [1, 3], "backward_prefetch_point": ["before", "after"],
+}  # fmt: skip
 
 
 def test_when_it_is_gathered_does_not_change_the_result(outcomes: Outcomes) -> None:
@@ -182,14 +176,10 @@ def test_compiled_blocks(outcomes: Outcomes) -> None:
 
 # -- low precision ---------------------------------------------------------------------------------------------------
 
-PRECISIONS = {
-    "bf16": "bf16",
-    "bf16 sums": Precision(param="bf16", reduce="bf16"),
-    "fp16": "fp16",
-    "fp32 sums of fp16": Precision(param="fp16", reduce="fp32"),
-    "bf16 sums of fp32": Precision(param="fp32", reduce="bf16"),
-    "fp32 output": Precision(param="bf16", output="fp32"),
-}
+PRECISIONS = {"bf16": "bf16", "bf16 sums": Precision(param="bf16", reduce="bf16"), "fp16": "fp16",
+              "fp32 sums of fp16": Precision(param="fp16", reduce="fp32"),
+              "bf16 sums of fp32": Precision(param="fp32", reduce="bf16"),
+              "fp32 output": Precision(param="bf16", output="fp32")}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -252,17 +242,11 @@ def test_batchnorm_stays_in_fp32(outcomes: Outcomes) -> None:
 
 # -- from one backend to another -------------------------------------------------------------------------------------
 
-AROUND = (
-    {"backend": "lab"},
-    {"backend": "fsdp2", "sharding": "shard_grad_op"},
-    {"backend": "lab", "sharding": "zero1", "wrap": "every:2"},
-    {"backend": "ddp"},
-    {"backend": "fsdp1", "wrap": "whole"},
-    {"backend": "lab", "offload": "all", "recompute": "full"},
-    {"backend": "lab", "sharding": "no_shard", "offload": "optimizer"},
-    {"backend": "fsdp2", "offload": "all"},
-    {"backend": "lab", "wrap": "min_params:300", "forward_prefetch": 2},
-)
+AROUND = ({"backend": "lab"}, {"backend": "fsdp2", "sharding": "shard_grad_op"},
+          {"backend": "lab", "sharding": "zero1", "wrap": "every:2"}, {"backend": "ddp"},
+          {"backend": "fsdp1", "wrap": "whole"}, {"backend": "lab", "offload": "all", "recompute": "full"},
+          {"backend": "lab", "sharding": "no_shard", "offload": "optimizer"}, {"backend": "fsdp2", "offload": "all"},
+          {"backend": "lab", "wrap": "min_params:300", "forward_prefetch": 2})  # fmt: skip
 
 
 def path(model: str, world_size: int, *parts: tuple[dict[str, Any], int], **common: Any) -> Plan:
@@ -273,20 +257,15 @@ def path(model: str, world_size: int, *parts: tuple[dict[str, Any], int], **comm
 def test_around_all_backends(outcomes: Outcomes) -> None:
     """Two steps on each of the first, one on the others, and one at home again."""
     around = [*((changes, 2 if i < 2 else 1) for i, changes in enumerate(AROUND)), (AROUND[0], 1)]
-    steady, switched = outcomes.of(
-        path("llama tied", 2, (AROUND[0], len(AROUND) + 3), optimizer="adamw"),
-        path("llama tied", 2, *around, optimizer="adamw"),
-    )
+    steady, switched = outcomes.of(path("llama tied", 2, (AROUND[0], len(AROUND) + 3), optimizer="adamw"),
+                                   path("llama tied", 2, *around, optimizer="adamw"))  # fmt: skip
     assert_equal(switched, steady)
 
 
 def test_there_and_back_loses_no_bit(outcomes: Outcomes) -> None:
     """To every precision, and back before a step was done: neither masters, nor moments, nor rotary frequencies change."""
-    away = (
-        {"precision": "bf16"},
-        {"precision": "fp16", "offload": "all"},
-        {"precision": "bf16-pure", "sharding": "zero1"},
-    )
+    away = ({"precision": "bf16"}, {"precision": "fp16", "offload": "all"},
+            {"precision": "bf16-pure", "sharding": "zero1"})  # fmt: skip
     around = path("llama", 2, ({}, 2), *((s, 0) for s in away), ({}, 2), backend="lab")
     steady, switched = outcomes.of(path("llama", 2, ({}, 4), backend="lab"), around)
     assert_equal(switched, steady)

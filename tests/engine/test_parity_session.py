@@ -36,11 +36,8 @@ class Run:
     def same(self, other: Run) -> bool:
         """Everything to the bit."""
         said = all(self.all(name) == other.all(name) for name in SAID)
-        return (
-            said
-            and (self.losses, self.scale) == (other.losses, other.scale)
-            and all(torch.equal(t, other.parameters[name]) for name, t in self.parameters.items())
-        )
+        return (said and (self.losses, self.scale) == (other.losses, other.scale)
+                and all(torch.equal(t, other.parameters[name]) for name, t in self.parameters.items()))  # fmt: skip
 
 
 Follow = Callable[..., Run]

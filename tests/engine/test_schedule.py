@@ -26,14 +26,9 @@ def call_trees(draw: st.DrawFn, units: int = 6) -> list[UnitCall]:
 
 @st.composite
 def rules(draw: st.DrawFn) -> Rules:
-    return Rules(
-        reshard_after_forward=draw(st.booleans()),
-        forward_prefetch=draw(st.integers(0, 5)),
-        backward_prefetch=draw(st.integers(0, 5)),
-        prefetch_before=draw(st.booleans()),
-        limit=draw(st.integers(0, 6)),
-        offload=draw(st.sampled_from(OffloadPolicy)),
-    )
+    return Rules(reshard_after_forward=draw(st.booleans()), forward_prefetch=draw(st.integers(0, 5)),
+                 backward_prefetch=draw(st.integers(0, 5)), prefetch_before=draw(st.booleans()),
+                 limit=draw(st.integers(0, 6)), offload=draw(st.sampled_from(OffloadPolicy)))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -198,13 +193,8 @@ def test_every_call_computes_each_way(schedule: Schedule) -> None:
     """At its beginning, and again at its end if calls lie in it."""
     computed = [a.point for a in schedule.actions if a.phase is Phase.COMPUTE]
     ways = (Direction.FORWARD, Direction.BACKWARD) if schedule.backward else (Direction.FORWARD,)
-    wanted = [
-        Point(way, k, moment)
-        for way in ways
-        for k in range(len(schedule.calls))
-        for moment in PointSide
-        if moment is PointSide.BEFORE or k in schedule.enclosing
-    ]
+    wanted = [Point(way, k, moment) for way in ways for k in range(len(schedule.calls)) for moment in PointSide
+              if moment is PointSide.BEFORE or k in schedule.enclosing]  # fmt: skip
     assert sorted(computed, key=str) == sorted(wanted, key=str)
 
 

@@ -33,11 +33,9 @@ from tests.pool import Place, Pool
 Said = tuple[Phase, str, str]  # phase, unit, direction
 
 NAMES = ("", "blocks.0", "blocks.1", "blocks.2", "blocks.3")
-STRATEGIES = (
-    Strategy(forward_prefetch=1, backward_prefetch=2),
-    Strategy(backward_prefetch_point="after", limit_all_gathers=1, precision="bf16"),
-    Strategy(sharding="zero1"),
-)
+STRATEGIES = (Strategy(forward_prefetch=1, backward_prefetch=2),
+              Strategy(backward_prefetch_point="after", limit_all_gathers=1, precision="bf16"),
+              Strategy(sharding="zero1"))  # fmt: skip
 
 
 class Training:

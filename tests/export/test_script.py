@@ -273,15 +273,13 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     (refused := tmp_path / "refused.json").write_text(spec(sharding="zero1").to_json())
     to_script = ["--to", "script", "--output", str(script)]
     for file, arguments, code, said in (
-        (given, to_script, 0, f"{script}\n"),
-        (given, to_script, 2, "--output: "),
+        (given, to_script, 0, f"{script}\n"), (given, to_script, 2, "--output: "),
         (given, [*to_script, "--force", "--ranks", "3"], 0, f"{script}\n"),
         (given, ["--to", "spec", "--output", str(again)], 0, f"{again}\n"),
         (given, ["--to", "script"], 2, "--output: a script reads samples and a model"),
-        (given, ["--to", "spec"], 0, '"workload": {'),
-        (tmp_path / "none.json", ["--to", "spec"], 2, "none.json"),
+        (given, ["--to", "spec"], 0, '"workload": {'), (tmp_path / "none.json", ["--to", "spec"], 2, "none.json"),
         (refused, [*to_script, "--force"], 2, "strategy.sharding: zero1 is not available with fsdp2"),
-    ):
+    ):  # fmt: skip
         assert main(["export", str(file), *arguments]) == code
         printed = capsys.readouterr()
         assert said in (printed.err if code else printed.out)

@@ -233,11 +233,9 @@ class Slurm:
         self.environment = {"SLURM_CONF": str(self.conf)}
         with (folder / "ctld.log").open("wb") as log:
             own = {**os.environ, **self.environment}
-            self._started.append(
-                subprocess.Popen(
-                    [which("slurmctld") or "", "-D", "-c"], env=own, stdout=log, stderr=log, start_new_session=True
-                )
-            )
+            self._started.append(subprocess.Popen(
+                [which("slurmctld") or "", "-D", "-c"], env=own, stdout=log, stderr=log, start_new_session=True
+            ))  # fmt: skip
         for m in made.machines:
             (folder / f"spool-{m.name}").mkdir()
             log_ = folder / f"slurmd-{m.name}.log"

@@ -80,10 +80,8 @@ def on(hosts: SshHosts) -> Cluster:
 
 def sent(run: Run) -> list[tuple[int, int]]:
     """(to other hosts, in reduce-scatters) of each step of the first host's ranks, in bytes."""
-    return [
-        (sum(e.across_bytes for e in both), sum(e.comm["reduce_scatter"].link_bytes for e in both))
-        for both in ([e for e in step.events if e.host == "alpha"] for step in run.events.steps())
-    ]
+    return [(sum(e.across_bytes for e in both), sum(e.comm["reduce_scatter"].link_bytes for e in both))
+            for both in ([e for e in step.events if e.host == "alpha"] for step in run.events.steps())]  # fmt: skip
 
 
 @pytest.mark.slow

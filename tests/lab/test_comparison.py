@@ -232,12 +232,8 @@ def turned(
 
 @pytest.fixture
 def four() -> list[RecordedRun]:
-    return [
-        turned("a", 0, 0.100, 200, KEEPS_GATHERED),
-        turned("b", 1, 0.112, 78, {}),
-        turned("c", 2, 0.070, 120, {**KEEPS_GATHERED, **BF16}),
-        turned("d", 3, 0.0756, 60, BF16),
-    ]
+    return [turned("a", 0, 0.100, 200, KEEPS_GATHERED), turned("b", 1, 0.112, 78, {}),
+            turned("c", 2, 0.070, 120, {**KEEPS_GATHERED, **BF16}), turned("d", 3, 0.0756, 60, BF16)]  # fmt: skip
 
 
 def test_the_fastest_and_the_smallest_near_it_and_what_does_not_fit_is_left_out(four):
@@ -281,11 +277,8 @@ def test_noise_is_called_noise():
 
 @pytest.mark.parametrize("peak_mib", [100, 60])
 def test_of_what_is_not_told_apart_in_time_the_smallest_is_recommended(peak_mib: int):
-    runs = [
-        turned("a", 0, 0.1, 100, {}),
-        turned("b", 1, 0.1003, peak_mib, KEEPS_GATHERED),
-        turned("c", 2, 0.2, 50, BF16),
-    ]
+    runs = [turned("a", 0, 0.1, 100, {}), turned("b", 1, 0.1003, peak_mib, KEEPS_GATHERED),
+            turned("c", 2, 0.2, 50, BF16)]  # fmt: skip
     found = recommend(runs)
     taken, other = ("A", "B") if peak_mib == 100 else ("B", "A")
     assert found.fastest == found.smallest == taken
@@ -311,12 +304,9 @@ def test_what_is_another_work_or_result_or_was_not_measured_is_not_recommended_n
     assert found.fastest == "C"
     twice = recommend([*four, refused, refused])
     assert "Not recommended, E, F: refused before a step was measured (no GPU is free)." in str(twice)
-    assert found.excluded == {
-        "E": "its model is not A's",
-        "F": "its link is not A's",
-        "G": "finished before a step was measured",
-        "H": "refused before a step was measured (no GPU is free)",
-    }
+    assert found.excluded == {"E": "its model is not A's", "F": "its link is not A's",
+                              "G": "finished before a step was measured",
+                              "H": "refused before a step was measured (no GPU is free)"}  # fmt: skip
 
 
 def test_it_says_what_the_figures_are_worth_and_escapes_what_it_shows():

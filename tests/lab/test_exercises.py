@@ -97,28 +97,23 @@ N = 973_568  # parameters of gpt2-1m
 def test_traffic_is_predicted_and_phases_are_put_in_order(real_lab: Lab) -> None:
     run = real_lab.run(SPEC, sharding="shard_grad_op", precision="bf16", steps=1).wait(60)
     right = SOLUTIONS.TRAFFIC
-    for changes, text in (
-        ({}, ""),
-        ({"all_gather": 1.002 * N}, ""),
-        ({"all_gather": ...}, "all-gather: nothing was given"),
-        ({"all_gather": "all"}, "all-gather: 'all' given; give a number"),
-        ({"all_gather": 4 * N}, "fp32 values of the whole model"),
-        ({"all_gather": 7}, "times what was sent; elements, times bytes each"),
-        ({"reduce_scatter": N}, "reduces them in fp32"),
-        ({"reduce_scatter": None}, "reduce-scatter: nothing was given"),
-    ):
+    for changes, text in (({}, ""), ({"all_gather": 1.002 * N}, ""),
+                          ({"all_gather": ...}, "all-gather: nothing was given"),
+                          ({"all_gather": "all"}, "all-gather: 'all' given; give a number"),
+                          ({"all_gather": 4 * N}, "fp32 values of the whole model"),
+                          ({"all_gather": 7}, "times what was sent; elements, times bytes each"),
+                          ({"reduce_scatter": N}, "reduces them in fp32"),
+                          ({"reduce_scatter": None}, "reduce-scatter: nothing was given")):  # fmt: skip
         check(exercises.predicts_traffic(run, **{**right, **changes}), text)
     moments = list(real_lab.slow_motion())
     for order, text in (
-        (" ".join(SOLUTIONS.ORDER), ""),
-        ("Unshard compute compute reduce reshard", "frees the parameters first"),
-        ("", "Give a list"),
-        ("gather compute", "'gather' is no phase"),
+        (" ".join(SOLUTIONS.ORDER), ""), ("Unshard compute compute reduce reshard", "frees the parameters first"),
+        ("", "Give a list"), ("gather compute", "'gather' is no phase"),
         ("compute unshard compute reshard reduce", "At place 1 the unit computes, but its parameters are in shards"),
         ("unshard compute reshard unshard compute reshard reduce", "unshard is there 2 times, and happens 1 time"),
         ("unshard compute reduce compute reshard", "At place 3 gradients are reduced, but there are none"),
         ("unshard compute unshard compute reshard reduce", "whole already"),
-    ):
+    ):  # fmt: skip
         marked = exercises.orders_phases(moments, order.split(), unit=BLOCK)
         assert text in repr(marked) and bool(marked) == (not text or "first" in text)
     check(exercises.orders_phases(moments, None, unit=BLOCK), "Give a list")
@@ -210,11 +205,9 @@ def test_gathers_stay_inside_hosts() -> None:
 def test_the_last_block_alone_is_trained(real_lab: Lab) -> None:
     rest = SOLUTIONS.FREEZE
     for changes, text in (
-        ({}, "Everything is trained"),
-        ({"freeze": rest[1:]}, r"transformer\.h\.0 is trained as well"),
-        ({"freeze": ["transformer.h.*"]}, "it is frozen too"),
-        ({"lora": {"r": 4}}, "These are adapters"),
-    ):
+        ({}, "Everything is trained"), ({"freeze": rest[1:]}, r"transformer\.h\.0 is trained as well"),
+        ({"freeze": ["transformer.h.*"]}, "it is frozen too"), ({"lora": {"r": 4}}, "These are adapters"),
+    ):  # fmt: skip
         refused: Any = SimpleNamespace(spec=SPEC.replace(**changes))
         check(exercises.trains_last_block(refused), text)
     for freeze, text in ((rest[:1], "embeddings .* are trained as well"), (rest, "")):
@@ -233,15 +226,11 @@ def watched(flops: int, reductions: int) -> Any:
 
 def test_a_loop_accumulates_and_reduces_once() -> None:
     one: WatchedRun = watched(100, 4)
-    for second, text in (
-        (watched(400, 4), ""),
-        (one, "no second loop yet"),
-        (None, "no second loop yet"),
-        (watched(100, 4), "computes as much as one of the loop before, and 4"),
-        (watched(200, 8), "computes 2 times as much"),
-        (watched(400, 16), "Gradients are reduced 16 times a step, and 4 are enough"),
-        (watched(400, 0), "never reduced, so each rank trains on its own"),
-    ):
+    for second, text in ((watched(400, 4), ""), (one, "no second loop yet"), (None, "no second loop yet"),
+                         (watched(100, 4), "computes as much as one of the loop before, and 4"),
+                         (watched(200, 8), "computes 2 times as much"),
+                         (watched(400, 16), "Gradients are reduced 16 times a step, and 4 are enough"),
+                         (watched(400, 0), "never reduced, so each rank trains on its own")):  # fmt: skip
         check(exercises.accumulates(one, second), text)
     own = SimpleNamespace(spec=SPEC, events=one.events)
     check(exercises.accumulates(one, own), "a run of the lab's own")  # type: ignore[arg-type]
@@ -348,18 +337,14 @@ def solution_of(gap: str) -> str:
 # Gap -> a plausible wrong class, and the limit that it does not keep. Overlapped's is a share of the time that is sent.
 WRONG = {
     "Zero1": (
-        solution_of("Zero1").replace(".clone()", ""),
-        r"keeps parameters of 1\.\d+ model sizes, and at most 0\.60",
+        solution_of("Zero1").replace(".clone()", ""), r"keeps parameters of 1\.\d+ model sizes, and at most 0\.60",
     ),
-    "Zero2": (
-        "class Zero2(Zero1):\n    pass\n",
-        r"sends 1\.50 model sizes, and at most 1\.05 .* holds gradients of 1\.5",
-    ),
+    "Zero2": ("class Zero2(Zero1):\n    pass\n",
+              r"sends 1\.50 model sizes, and at most 1\.05 .* holds gradients of 1\.5"),
     "Overlapped": (
-        "class Overlapped(FullyShard):\n    pass\n",
-        r"waits for \d+% of its communication, and at most 70%",
+        "class Overlapped(FullyShard):\n    pass\n", r"waits for \d+% of its communication, and at most 70%",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.nightly

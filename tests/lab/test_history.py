@@ -491,14 +491,11 @@ def made(kind: type, **more: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 SPANS = made(Span, track=st.sampled_from(Track))
 SAMPLES = made(MemorySample, classes=made(RoleBytes))
 EVENTS = made(
-    StepEvent,
-    memory=made(Memory, at_peak=made(RoleBytes)),
-    memory_curve=st.lists(SAMPLES, max_size=2).map(tuple),
+    StepEvent, memory=made(Memory, at_peak=made(RoleBytes)), memory_curve=st.lists(SAMPLES, max_size=2).map(tuple),
     comm=st.dictionaries(st.sampled_from(["all_gather", "control", "ünbekannt"]), made(Traffic)),
-    spans=st.lists(SPANS, max_size=2).map(tuple),
-    completions=st.lists(made(Completion), max_size=2).map(tuple),
+    spans=st.lists(SPANS, max_size=2).map(tuple), completions=st.lists(made(Completion), max_size=2).map(tuple),
     carriers=st.lists(made(Carrier), max_size=2).map(tuple),
-)
+)  # fmt: skip
 ROWS = st.lists(EVENTS, max_size=5).flatmap(
     lambda events: st.lists(st.integers(0, 10**9), min_size=len(events), max_size=len(events), unique=True).map(
         lambda cursors: list(zip(sorted(cursors), events, strict=True))

@@ -23,13 +23,9 @@ STEPS = 8
 SEED = 2  # with which no gradient overflows in fp16
 CHECKS = [0, 1, 3, 7]
 
-KINDS: dict[str, dict[str, Any]] = {
-    "lab": {},
-    "fsdp2": {"backend": "fsdp2"},
-    "ddp": DDP,
-    "fp16": {"backend": "fsdp2", "precision": "fp16"},
-    "fused": {"optimizer_args": {"fused": True}},
-}
+KINDS: dict[str, dict[str, Any]] = {"lab": {}, "fsdp2": {"backend": "fsdp2"}, "ddp": DDP,
+                                    "fp16": {"backend": "fsdp2", "precision": "fp16"},
+                                    "fused": {"optimizer_args": {"fused": True}}}  # fmt: skip
 
 
 def _honest(place: Place, plan: list[dict[str, Any]]) -> list[list[Any]]:

@@ -203,11 +203,8 @@ def test_nothing_to_recover_and_bad_words_are_refused(lab: Lab, tmp_path: Path) 
         lab.recover()
     with pytest.raises(ClusterError, match="not broken"):
         run.recover()
-    for options, field in (
-        ({"save": CheckpointConfig}, "save"),
-        ({"save": "/proc/nothing"}, "save"),
-        ({"recover": "perhaps"}, "recover.how"),
-    ):
+    for options, field in (({"save": CheckpointConfig}, "save"), ({"save": "/proc/nothing"}, "save"),
+                           ({"recover": "perhaps"}, "recover.how")):  # fmt: skip
         with pytest.raises(ArgumentError, match=field):
             lab.run(**SMALL, **options)
     with pytest.raises(ArgumentError, match="every"):

@@ -92,17 +92,11 @@ def results(run: Any) -> dict[str, str]:
     pinned = Pinned.of(run)
     renderers = [chart.root.renderers for chart in curves([course], "")]
     drawn = [[{k: list(v) for k, v in r.data_source.data.items()} for r in some] for some in renderers]
-    found = {
-        "summary": run.summary(),
-        "table": run.table(20).rows,
-        "evaluations": [run.evaluations, run.best],
-        "newest": {rank: e.step for rank, e in run.events.latest().items()},
-        "timeline": run.timeline().table().rows,
-        "comparison": compared.records(),
-        "pin": pinned.curve.tolist(),
-        "pin's figures": Comparison.of([pinned]).records(),
-        "report": [drawn, course.switches, still and still.reading],
-    }
+    found = {"summary": run.summary(), "table": run.table(20).rows, "evaluations": [run.evaluations, run.best],
+             "newest": {rank: e.step for rank, e in run.events.latest().items()},
+             "timeline": run.timeline().table().rows, "comparison": compared.records(), "pin": pinned.curve.tolist(),
+             "pin's figures": Comparison.of([pinned]).records(),
+             "report": [drawn, course.switches, still and still.reading]}  # fmt: skip
     return {name: text(shown) for name, shown in found.items()}
 
 

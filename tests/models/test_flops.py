@@ -53,13 +53,10 @@ def counted_while_training(name: str, seq_len: int, recompute: str) -> int:
     return int(counter.get_total_flops()) // len(batch["labels"])
 
 
-@pytest.mark.parametrize(
-    ("name", "recompute"),
-    tiered(
-        [("gpt2-1m", "full"), ("t5-1m", "full"), ("resnet-1m", "full"), ("llama-1m", "every:2")],
-        lambda name, _: name == "gpt2-1m",
-    ),
-)
+@pytest.mark.parametrize(("name", "recompute"), tiered(
+    [("gpt2-1m", "full"), ("t5-1m", "full"), ("resnet-1m", "full"), ("llama-1m", "every:2")],
+    lambda name, _: name == "gpt2-1m",
+))  # fmt: skip
 def test_recompute_is_counted_as_a_device_does_it(name: str, recompute: str) -> None:
     strategy = Strategy(recompute=recompute)
     found = count_flops(resolve(name), 32, lambda model: recomputed(model, strategy))

@@ -228,13 +228,11 @@ def test_a_chats_tools_calls_and_parts_are_those_of_the_template_alone(tmp_path:
     )  # fmt: skip
     folder = word_tokenizer(tmp_path / "tokenizer", template)
     call = {"type": "function", "function": {"name": "w9", "arguments": {"a": "w3"}}}
-    said = [
-        {"role": "developer", "content": [{"type": "text", "text": "w1"}, {"type": "text", "text": "w2"}]},
-        {"role": "user", "content": [{"type": "text", "text": "w3"}]},
-        {"role": "assistant", "content": [], "tool_calls": [call]},
-        {"role": "tool", "content": [{"type": "text", "text": "w4"}]},
-        {"role": "assistant", "content": [{"type": "text", "text": "w5"}]},
-    ]
+    said = [{"role": "developer", "content": [{"type": "text", "text": "w1"}, {"type": "text", "text": "w2"}]},
+            {"role": "user", "content": [{"type": "text", "text": "w3"}]},
+            {"role": "assistant", "content": [], "tool_calls": [call]},
+            {"role": "tool", "content": [{"type": "text", "text": "w4"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "w5"}]}]  # fmt: skip
     tools = [{"type": "function", "function": {"name": "w9", "parameters": {"a": {"type": "string"}}}}]
     table = pa.Table.from_pylist([{"messages": said, "tools": tools}, {"messages": said[1:2] + said[4:]}])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
@@ -433,10 +431,8 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path, folder: str) -
     assert caught.value.fix == {"tokenizer": "bytes"}
 
 
-CLASSIC = {
-    "vocab.json": json.dumps({"w": 0, "o": 1, "Ġw": 2, "wo": 3, "Ġ": 4, "<|endoftext|>": 5}),
-    "merges.txt": "#version: 0.2\nw o\nĠ w\n",
-}
+CLASSIC = {"vocab.json": json.dumps({"w": 0, "o": 1, "Ġw": 2, "wo": 3, "Ġ": 4, "<|endoftext|>": 5}),
+           "merges.txt": "#version: 0.2\nw o\nĠ w\n"}  # fmt: skip
 
 
 def weights_in(folder: Path, files: Mapping[str, str], config: Mapping[str, Any] = GPT2) -> str:
@@ -452,10 +448,8 @@ def test_files_of_a_tokenizer_that_is_not_in_one_are_used_and_not_passed_over(tm
     given = {"data": str(tmp_path / "some.txt"), "seq_len": 4, "held_out": 0.0}
     gpt2 = {**GPT2, "vocab_size": 384}
     classic = Workload(model=weights_in(tmp_path / "classic", CLASSIC, gpt2), **given)
-    assert (
-        rows(classic)["input_ids"][0].tolist()
-        == AutoTokenizer.from_pretrained(classic.model)("wo wo ")["input_ids"][:4]
-    )
+    assert (rows(classic)["input_ids"][0].tolist()
+            == AutoTokenizer.from_pretrained(classic.model)("wo wo ")["input_ids"][:4])  # fmt: skip
     assert torch.equal(rows(dataclasses.replace(classic, tokenizer="own"))["input_ids"], rows(classic)["input_ids"])
     words_ = "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nwo\n"
     bert = Workload(model=weights_in(tmp_path / "bert", {"vocab.txt": words_}, BERT), **given)

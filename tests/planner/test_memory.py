@@ -22,13 +22,8 @@ from tests.rank.test_ledger import ledger_steps
 pytestmark = pytest.mark.timeout(600)  # a fixture trains all Specs, within the pool's own limit
 
 # Patterns of what is frozen: all of the first blocks, and parts of the others.
-FROZEN = [
-    "transformer.wte.*",
-    "transformer.wpe.*",
-    "transformer.h.[01].*",
-    "transformer.h.*.attn.*",
-    "transformer.ln_f.*",
-]
+FROZEN = ["transformer.wte.*", "transformer.wpe.*", "transformer.h.[01].*", "transformer.h.*.attn.*",
+          "transformer.ln_f.*"]  # fmt: skip
 
 # Every backend, offload, sharding, precision, optimizer, wrap and kind of model is in one of them: not every pair.
 FIELDS: dict[str, dict[str, Any]] = {

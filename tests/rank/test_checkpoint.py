@@ -44,14 +44,11 @@ IMAGES: dict[str, Any] = {**DDP, "model": RESNET, "data": "images"}
 HYBRID = {"sharding": "hybrid_shard", "shard_size": 2}
 PLAIN = {"dropout": "config", **COSINE}  # masks and rates are those of the steps that follow
 KINDS: list[dict[str, Any]] = [
-    PLAIN,
-    {"precision": "fp16", "offload": "all", "optimizer": "ASGD", "optimizer_args": {"t0": 1}},
-    {"backend": "fsdp2", "offload": "all", "optimizer": "NAdam"},
-    {"backend": "fsdp1", "precision": "bf16"},
+    PLAIN, {"precision": "fp16", "offload": "all", "optimizer": "ASGD", "optimizer_args": {"t0": 1}},
+    {"backend": "fsdp2", "offload": "all", "optimizer": "NAdam"}, {"backend": "fsdp1", "precision": "bf16"},
     {"optimizer": "sgd", "sharding": "zero1", "optimizer_args": {"momentum": 0.9}},
-    {"optimizer_args": {"fused": True, "amsgrad": True}},
-    IMAGES,
-]
+    {"optimizer_args": {"fused": True, "amsgrad": True}}, IMAGES,
+]  # fmt: skip
 
 
 def _ended(s: Any, before: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
@@ -262,18 +259,15 @@ def test_what_cannot_be_resumed_is_refused_on_all_ranks_alike(
         assert "no checkpoint can be written to" in unwritten and len(after["events"]) == 1
 
 
-@pytest.mark.parametrize(
-    ("harm", "said"),
-    [
-        (lambda p: (p / MANIFEST).unlink(), f"has no {MANIFEST}"),
-        (lambda p: (p / MANIFEST).write_text("{"), "cannot be read"),
-        (lambda p: (p / MANIFEST).write_text('{"format": 99}'), "has format 99"),
-        (lambda p: next(p.glob("*.safetensors")).unlink(), "lacks its file"),
-        (lambda p: os.truncate(next(p.glob("*.safetensors")), 100), "is damaged"),
-        (lambda p: _rename(p, "../../etc/passwd"), "does not lie in it"),
-        (lambda p: p.rename(p.with_name(p.name + PARTIAL)), "was never finished"),
-    ],
-)
+@pytest.mark.parametrize(("harm", "said"), [
+    (lambda p: (p / MANIFEST).unlink(), f"has no {MANIFEST}"),
+    (lambda p: (p / MANIFEST).write_text("{"), "cannot be read"),
+    (lambda p: (p / MANIFEST).write_text('{"format": 99}'), "has format 99"),
+    (lambda p: next(p.glob("*.safetensors")).unlink(), "lacks its file"),
+    (lambda p: os.truncate(next(p.glob("*.safetensors")), 100), "is damaged"),
+    (lambda p: _rename(p, "../../etc/passwd"), "does not lie in it"),
+    (lambda p: p.rename(p.with_name(p.name + PARTIAL)), "was never finished"),
+])  # fmt: skip
 def test_what_is_torn_is_recognised_and_the_last_good_one_is_found(tmp_path: Path, harm: Any, said: str) -> None:
     good, broken = (_written(tmp_path, step).path for step in (1, 2))
     harm(broken)

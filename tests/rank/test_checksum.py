@@ -16,13 +16,9 @@ from fsdp_lab.rank.trainer import _rounded, checksum, squared_norm
 from tests.pool import Pool
 from tests.rank.test_session import DDP, apply, play, spec, train
 
-LAYOUTS: list[dict[str, Any]] = [
-    {"sharding": "zero1"},
-    {"sharding": "hybrid_shard", "shard_size": 2},
-    {"backend": "fsdp2", "sharding": "hybrid_shard", "shard_size": 2},
-    {"backend": "fsdp1"},
-    DDP,
-]
+LAYOUTS: list[dict[str, Any]] = [{"sharding": "zero1"}, {"sharding": "hybrid_shard", "shard_size": 2},
+                                 {"backend": "fsdp2", "sharding": "hybrid_shard", "shard_size": 2},
+                                 {"backend": "fsdp1"}, DDP]  # fmt: skip
 
 
 def copies(events: list[StepEvent]) -> dict[int, int]:

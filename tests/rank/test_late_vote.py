@@ -58,10 +58,8 @@ def voting(s: Session) -> Iterator[Trainer]:
         mark=nccl.record, synchronize=nccl.synchronize, future=torch.futures.Future,
     )  # fmt: skip
     on_device = (*simulated_nccl.ON_DEVICE, torch.float64)
-    with (
-        mock.patch.object(simulated_nccl, "ON_DEVICE", on_device),
-        mock.patch.object(torch.Tensor, "tolist", lambda t: TOLIST(t.clone())),
-    ):
+    with (mock.patch.object(simulated_nccl, "ON_DEVICE", on_device),
+          mock.patch.object(torch.Tensor, "tolist", lambda t: TOLIST(t.clone()))):  # fmt: skip
         s.context.streams = trainer.meter._streams = streams
         s.context.alive = torch.ones(1, dtype=torch.float64)
         try:
@@ -97,12 +95,8 @@ def _trained(place: Place, changes: dict[str, Any], late: bool) -> Any:
         numbers.append(trainer.progress.step)
         UPDATE(trainer, vote)
 
-    with (
-        begun(place, changes) as s,
-        voting(s),
-        mock.patch.object(Trainer, "_update_guarded", update),
-        mock.patch.object(Trainer, "_reads_late", Trainer._reads_late if late else lambda trainer: False),
-    ):
+    with (begun(place, changes) as s, voting(s), mock.patch.object(Trainer, "_update_guarded", update),
+          mock.patch.object(Trainer, "_reads_late", Trainer._reads_late if late else lambda trainer: False)):  # fmt: skip
         return told(s.train(5, checks=[AT])["events"]), held(s), numbers
 
 
@@ -159,11 +153,8 @@ def _disturbed(place: Place, what: str, file: str = "") -> Any:
         events.clear()
         if what == "nan, read at once" and place.rank == 1:
             s.arm({"kind": "nan", "ranks": [1], "at_step": 100})  # whatever is armed may need it
-        with (
-            voting(s) as trainer,
-            mock.patch.multiple(Trainer, _loss_and_norm=loss_and_norm, _update_guarded=update),
-            mock.patch.object(SimulatedGroup, "_land", land),
-        ):
+        with (voting(s) as trainer, mock.patch.multiple(Trainer, _loss_and_norm=loss_and_norm, _update_guarded=update),
+              mock.patch.object(SimulatedGroup, "_land", land)):  # fmt: skip
             found = said_by(s, 5), trainer.progress.step, held(s), told(events)
         if file and place.rank == 0:
             Path(file).write_bytes(pickle.dumps(found))

@@ -146,13 +146,11 @@ def test_a_block_adds_what_its_operators_save(events: dict[str, StepEvent]) -> N
 # -- strategies: their peaks are the planner's, by class (tests/planner/test_memory.py) ------------------------------
 
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "recompute": {"recompute": "full"},
-    "offload of the optimizer": {"offload": "optimizer"},
+    "recompute": {"recompute": "full"}, "offload of the optimizer": {"offload": "optimizer"},
     "fsdp2, offload of all": {"backend": "fsdp2", "offload": "all"},
-    "fsdp1, bf16": {"backend": "fsdp1", "precision": "bf16"},
-    "two micro-batches": {"accumulate": 2, "sync": "last"},
+    "fsdp1, bf16": {"backend": "fsdp1", "precision": "bf16"}, "two micro-batches": {"accumulate": 2, "sync": "last"},
     "zero1": {"sharding": "zero1"},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -268,11 +266,9 @@ def test_the_highest_moment_between_two_marks_is_in_the_curve() -> None:
               MemoryBlock(20, Role.ACTIVATIONS, 12.0, 17.0), MemoryBlock(5, Role.OTHER, 25.0, 30.0)]  # fmt: skip
     found = _follow(blocks, marks)
     assert [(s.at_s, s.phase, s.unit, s.moment, s.classes.total_bytes) for s in found.curve] == [
-        (0, "begin", "root", "begin", 100),
-        (1e-8, "forward", "a", "begin", 100),
-        (1.2e-8, "forward", "a", "highest", 150),
-        (2e-8, "update", "root", "end", 100),
-    ]
+        (0, "begin", "root", "begin", 100), (1e-8, "forward", "a", "begin", 100),
+        (1.2e-8, "forward", "a", "highest", 150), (2e-8, "update", "root", "end", 100),
+    ]  # fmt: skip
     assert found.peak == RoleBytes(parameters_bytes=100, activations_bytes=50)
     assert found.end_bytes == 107  # what is on the host too
 

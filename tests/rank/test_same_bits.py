@@ -16,13 +16,10 @@ from tests.pool import Place, Pool
 from tests.rank.test_generation import PROMPTS, SAMPLES, TOKENS, traffic
 from tests.rank.test_session import COSINE, DDP, Call, apply, call, play, running, spec, train, trainer_of
 
-KINDS: list[dict[str, Any]] = [
-    {"backward_prefetch": 2, "forward_prefetch": 1, "recompute": "full"},
-    {"backend": "fsdp2", "forward_prefetch": 1},
-    {"backend": "fsdp1", "sharding": "shard_grad_op", "recompute": "every:2"},
-    DDP,
-    {"sharding": "zero1", "offload": "optimizer"},
-]
+KINDS: list[dict[str, Any]] = [{"backward_prefetch": 2, "forward_prefetch": 1, "recompute": "full"},
+                               {"backend": "fsdp2", "forward_prefetch": 1},
+                               {"backend": "fsdp1", "sharding": "shard_grad_op", "recompute": "every:2"}, DDP,
+                               {"sharding": "zero1", "offload": "optimizer"}]  # fmt: skip
 ASKED: list[dict[str, Any]] = [
     {"dropout": "config"},
     COSINE,
@@ -40,12 +37,9 @@ def asking(without: dict[str, Any] | None = None, **changes: Any) -> Spec:
 def looked_at(given: Spec) -> list[Call]:
     """Four steps: over an emulated link, with evaluations and texts, traced in two places, and two of them in the ledger."""
     wanted = {"prompts": PROMPTS, "sampling": {"new_tokens": TOKENS}}
-    return [
-        apply(given.replace(link="20 MB/s, 0.2 ms"), fresh=True, evaluated=SAMPLES, **wanted),
-        train(2, checks=range(2), evaluations={0: SAMPLES, 1: SAMPLES}, **wanted),
-        call("generate", "run", PROMPTS, {"new_tokens": TOKENS}),
-        train(2, checks=range(2, 4), ledgers=[3]),
-    ]
+    return [apply(given.replace(link="20 MB/s, 0.2 ms"), fresh=True, evaluated=SAMPLES, **wanted),
+            train(2, checks=range(2), evaluations={0: SAMPLES, 1: SAMPLES}, **wanted),
+            call("generate", "run", PROMPTS, {"new_tokens": TOKENS}), train(2, checks=range(2, 4), ledgers=[3])]  # fmt: skip
 
 
 def summed(of_ranks: list[list[dict[str, Any]]]) -> list[Any]:

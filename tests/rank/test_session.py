@@ -38,25 +38,14 @@ def spec(world_size: int = 2, **changes: Any) -> Spec:
 
 COSINE = {"lr_schedule": "cosine", "warmup_steps": 2, "decay_steps": 6, "lr_end": 0.1}
 DDP = {"backend": "ddp", "sharding": "no_shard"}
-BACKENDS: dict[str, dict[str, Any]] = {
-    "lab": {"backend": "lab"},
-    "fsdp2": {"backend": "fsdp2"},
-    "fsdp1": {"backend": "fsdp1"},
-    "ddp": DDP,
-}
+BACKENDS: dict[str, dict[str, Any]] = {"lab": {"backend": "lab"}, "fsdp2": {"backend": "fsdp2"},
+                                       "fsdp1": {"backend": "fsdp1"}, "ddp": DDP}  # fmt: skip
 
 
 def session(place: Place, **options: Any) -> Session:
-    return Session(
-        rank=place.rank,
-        world_size=place.world_size,
-        device=str(place.info.device),
-        store=place.store,
-        threads=1,
-        shared_gpu_ranks=place.sharing,
-        memory_cap=0.9 / place.sharing,
-        **{"timeout_s": 20, **options},
-    )
+    return Session(rank=place.rank, world_size=place.world_size, device=str(place.info.device), store=place.store,
+                   threads=1, shared_gpu_ranks=place.sharing, memory_cap=0.9 / place.sharing,
+                   **{"timeout_s": 20, **options})  # fmt: skip
 
 
 @contextmanager
@@ -224,16 +213,11 @@ CACHES = {"model_type": "xlm", "emb_dim": 32, "n_layers": 2, "n_heads": 4, "voca
 
 
 def test_a_refusal_leaves_all_as_it_was(pool: Pool) -> None:
-    refused = {
-        "world_size": spec(world_size=3),
-        "strategy.wrap": spec(wrap="class:Nothing"),
-        "strategy.offload": spec(backend="fsdp1", offload="all"),
-        "workload.data": spec(data="/nowhere/at/all"),
-        "workload.seq_len": spec(seq_len=65),
-        "workload.freeze": spec(freeze=["nothing.*"]),
-        "strategy.backend": spec(model=EXPERTS, backend="fsdp2"),
-        "strategy.recompute": spec(model=CACHES, recompute="full"),
-    }
+    refused = {"world_size": spec(world_size=3), "strategy.wrap": spec(wrap="class:Nothing"),
+               "strategy.offload": spec(backend="fsdp1", offload="all"), "workload.data": spec(data="/nowhere/at/all"),
+               "workload.seq_len": spec(seq_len=65), "workload.freeze": spec(freeze=["nothing.*"]),
+               "strategy.backend": spec(model=EXPERTS, backend="fsdp2"),
+               "strategy.recompute": spec(model=CACHES, recompute="full")}  # fmt: skip
     calls = [fails(apply(bad, fresh=i % 2 == 0)) for i, bad in enumerate(refused.values())]
     for _, _, *said, after in play(pool, 2, apply(spec()), train(2), *calls, train(2)):
         assert [text.split(":")[1].strip() for text in said] == [*refused]

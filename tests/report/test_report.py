@@ -94,11 +94,9 @@ def test_what_a_reader_finds(written):
 
 def test_what_comes_from_a_run_is_text_and_nothing_else(tmp_path):
     spec = SPEC.replace(model=HOSTILE, data=HOSTILE)
-    runs = [
-        past("a", spec, notes=(HOSTILE,), reason=HOSTILE, environment={HOSTILE: [HOSTILE, {"b": HOSTILE}]}),
-        past("b", spec.replace(sharding="shard_grad_op"), loss_off=9.0),
-        Refusal({"workload": {"model": HOSTILE}}, HOSTILE),
-    ]
+    runs = [past("a", spec, notes=(HOSTILE,), reason=HOSTILE, environment={HOSTILE: [HOSTILE, {"b": HOSTILE}]}),
+            past("b", spec.replace(sharding="shard_grad_op"), loss_off=9.0),
+            Refusal({"workload": {"model": HOSTILE}}, HOSTILE)]  # fmt: skip
     file = write_report(tmp_path / "r.html", runs, title=HOSTILE, names=["<i>1</i>", HOSTILE, "3"])
     page = Reader(file.read_text(encoding="utf-8"))
     assert not {"img", "b"} & set(page.tags) and page.loads == []

@@ -71,11 +71,9 @@ def test_the_root_is_found_through_other_groups():
     """Rank 3 is away. Rank 2 waits for it in their shard group, and so misses the replicas' reduce that 0 waits in."""
     shard = issued(7, "reduce_scatter", "h.1", "shard", size=2)
     replicas = issued(3, "all_reduce", "h.1", "replicas", size=2)
-    hang = diagnosed(
-        beat(0, replicas, 9, peers=(0, 2), counts={"replicas": 4}),
-        beat(2, shard, 8, peers=(2, 3), counts={"replicas": 3, "shard": 8}),
-        beat(3, counts={"replicas": 3, "shard": 7}),
-    )
+    hang = diagnosed(beat(0, replicas, 9, peers=(0, 2), counts={"replicas": 4}),
+                     beat(2, shard, 8, peers=(2, 3), counts={"replicas": 3, "shard": 8}),
+                     beat(3, counts={"replicas": 3, "shard": 7}))  # fmt: skip
     assert hang.ranks == (3,) and hang.collective == shard and hang.waiting == (2,)
 
 
@@ -98,16 +96,11 @@ def test_ranks_that_wait_for_each_other_are_told_so_and_none_is_absent():
 @pytest.mark.parametrize("other", [issued(15, unit="h.4"), issued(15, "all_reduce"), issued(15, payload_bytes=8)])
 def test_ranks_that_issued_something_else_are_told_from_the_first_difference_on(other: Issued):
     same, now = [issued(13), issued(14)], issued(16)
-    hang = diagnosed(
-        beat(0, now, recent=(*same, issued(15), now)),
-        beat(1, now, 8, recent=(*same, other, now)),
-        beat(2, now, 7, recent=(*same, issued(15), now)),
-    )
+    hang = diagnosed(beat(0, now, recent=(*same, issued(15), now)), beat(1, now, 8, recent=(*same, other, now)),
+                     beat(2, now, 7, recent=(*same, issued(15), now)))  # fmt: skip
     assert hang.ranks == (1,) and hang.absent == () and set(hang.stacks) == {0, 1}
-    assert (
-        "disagree about a collective of group world: ranks 0 and 2 issued all_gather of unit h.3 and rank 1"
-        in hang.sentence
-    )
+    assert ("disagree about a collective of group world: ranks 0 and 2 issued all_gather of unit h.3 and rank 1"
+            in hang.sentence)  # fmt: skip
 
 
 def test_what_is_waited_for_a_rank_at_long_work_does_not_count():

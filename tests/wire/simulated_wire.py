@@ -150,10 +150,8 @@ def wire_on_device(place: Place, over: str) -> Iterator[WireOnDevice]:
     nccl = NcclOnDevice() if over == Over.NCCL else None
     memory = ExportedMemory() if over == Over.GPU else None
     place.context.shared_memory = over == Over.GPU
-    with (
-        patch.object(rendezvous, "nccl_of", lambda info: nccl),
-        patch.object(rendezvous, "device_memory_of", lambda info: memory),
-    ):
+    with (patch.object(rendezvous, "nccl_of", lambda info: nccl),
+          patch.object(rendezvous, "device_memory_of", lambda info: memory)):  # fmt: skip
         world = open_groups(place.info, place.store, place.context, 0)
     try:
         yield WireOnDevice(place, world, over)

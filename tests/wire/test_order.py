@@ -111,10 +111,8 @@ class Case:
 
 NATIVE, ORDERED = ReductionOrder.NATIVE, ReductionOrder.RANK_ORDERED
 # Every operation in every way; those that sum in rank order too, in two of the ways.
-CASES = [
-    *(Case(operation, how, NATIVE) for operation, how in itertools.product(OPERATIONS, How)),
-    *(Case(o, how, ORDERED) for o in OPERATIONS if "reduce" in o for how in (How.TWICE, How.LANE_FUTURE)),
-]
+CASES = [*(Case(operation, how, NATIVE) for operation, how in itertools.product(OPERATIONS, How)),
+         *(Case(o, how, ORDERED) for o in OPERATIONS if "reduce" in o for how in (How.TWICE, How.LANE_FUTURE))]  # fmt: skip
 
 
 def _given(operation: Operation, rank: int, turn: int) -> list[Tensor]:

@@ -304,12 +304,10 @@ def _no_memory(*_: Any, **__: Any) -> Any:
     raise OSError(12, "Cannot allocate memory")
 
 
-FAULTS = {
-    "another host": (channels, "host_id", lambda: "elsewhere", "its ranks are on several hosts"),
-    "no file": (shared, "memory_file", _no_memory, "Cannot allocate memory"),
-    "no mapping": (shared, "MappedFile", _no_memory, "rank 1 could not map the memory of the others"),
-    "another user": (os, "geteuid", lambda: 12345, "its ranks are of several users"),
-}
+FAULTS = {"another host": (channels, "host_id", lambda: "elsewhere", "its ranks are on several hosts"),
+          "no file": (shared, "memory_file", _no_memory, "Cannot allocate memory"),
+          "no mapping": (shared, "MappedFile", _no_memory, "rank 1 could not map the memory of the others"),
+          "another user": (os, "geteuid", lambda: 12345, "its ranks are of several users")}  # fmt: skip
 
 
 def _opened(place: Place, fault: str) -> tuple[list[str], bool]:

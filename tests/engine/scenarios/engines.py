@@ -189,12 +189,7 @@ class Run:
 Meter = Callable[[], AbstractContextManager[Callable[[], int]]]  # inside it, the peak so far in bytes
 
 
-def run(
-    scenario: Scenario,
-    kind: Kind,
-    meter: Meter | None = None,
-    **where: Any,
-) -> Run:
+def run(scenario: Scenario, kind: Kind, meter: Meter | None = None, **where: Any) -> Run:
     """A script under an engine, on this rank, always from the same seed."""
     usual = torch.get_default_dtype()
     torch.set_default_dtype(scenario.dtype)
@@ -255,13 +250,8 @@ def square(e: Engine, model: Any, i: int) -> Tensor:
     return out.to(torch.promote_types(out.dtype, torch.float32)).square().mean()
 
 
-def train(
-    e: Engine,
-    model: Any,
-    optimizer: torch.optim.Optimizer | None = None,
-    loss: Callable[[Engine, Any, int], Tensor] = square,
-    steps: int = 3,
-) -> None:
+def train(e: Engine, model: Any, optimizer: torch.optim.Optimizer | None = None,
+          loss: Callable[[Engine, Any, int], Tensor] = square, steps: int = 3) -> None:  # fmt: skip
     """The loop that scripts share of which something else is of interest; by AdamW where no optimizer is given."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
     for i in range(steps):

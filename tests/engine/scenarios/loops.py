@@ -177,12 +177,8 @@ _FREED = {Kind.FSDP2: "torch raises in the second backward: a saved weight's sto
 _SHOWS_NONE = {Kind.FSDP2: "between forward and backward the root shows no gradients, so they are not cleared"}
 _OWN = {Kind.FSDP2: "each rank's shard gets that rank's own gradient of a whole tensor, not the mean"}
 SCENARIOS = (
-    Scenario(script=gan_of_modules, not_under=_SHOWS_NONE),
-    Scenario(script=penalty_on_real_data, not_under=_FREED),
-    Scenario(script=adaptive_weight),
-    Scenario(script=penalty_by_loss, not_under=_OWN),
-    Scenario(script=every_second, ranks=4),
-    Scenario(script=early_exit, quick=True),
-    Scenario(script=moving_average),
+    Scenario(script=gan_of_modules, not_under=_SHOWS_NONE), Scenario(script=penalty_on_real_data, not_under=_FREED),
+    Scenario(script=adaptive_weight), Scenario(script=penalty_by_loss, not_under=_OWN),
+    Scenario(script=every_second, ranks=4), Scenario(script=early_exit, quick=True), Scenario(script=moving_average),
     Scenario(script=anchored),
-)
+)  # fmt: skip

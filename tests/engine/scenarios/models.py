@@ -150,10 +150,7 @@ _BF16_BOUND = 10 * 2.0**-8
 _FP32_INSIDE = 1e-5
 _LATE = {Kind.FSDP2: "it loses gradients that come late"}
 SCENARIOS = (
-    Scenario(script=parametrized_weights),
-    Scenario(script=gradual_unfreezing, quick=True),
-    Scenario(script=meta_init),
+    Scenario(script=parametrized_weights), Scenario(script=gradual_unfreezing, quick=True), Scenario(script=meta_init),
     Scenario(script=autocast_around_a_step, quick=True, dtype=torch.float32, bound=_BF16_BOUND, not_under=_LATE),
-    Scenario(script=unequal_lengths, bound=_FP32_INSIDE),
-    Scenario(script=peft_lora, bound=_FP32_INSIDE),
-)
+    Scenario(script=unequal_lengths, bound=_FP32_INSIDE), Scenario(script=peft_lora, bound=_FP32_INSIDE),
+)  # fmt: skip

@@ -61,15 +61,10 @@ def _of_checkpoints(place: Place, script: Any, kind: Kind, folder: Path) -> Run:
 
 
 # The format, who writes, on how many ranks, and who reads.
-SAVED = [
-    ("sharded", (Kind.OURS, 2), (Kind.OURS, 4)),
-    ("sharded", (Kind.FSDP2, 4), (Kind.OURS, 2)),
-    ("plain", (Kind.OURS, 2), (Kind.FSDP2, 2)),
-    ("whole", (Kind.OURS, 4), (Kind.ONE, 1)),
-    ("whole everywhere", (Kind.ONE, 1), (Kind.OURS, 2)),
-    ("by rank", (Kind.OURS, 2), (Kind.OURS, 2)),
-    ("meanwhile", (Kind.OURS, 2), (Kind.FSDP2, 2)),
-]
+SAVED = [("sharded", (Kind.OURS, 2), (Kind.OURS, 4)), ("sharded", (Kind.FSDP2, 4), (Kind.OURS, 2)),
+         ("plain", (Kind.OURS, 2), (Kind.FSDP2, 2)), ("whole", (Kind.OURS, 4), (Kind.ONE, 1)),
+         ("whole everywhere", (Kind.ONE, 1), (Kind.OURS, 2)), ("by rank", (Kind.OURS, 2), (Kind.OURS, 2)),
+         ("meanwhile", (Kind.OURS, 2), (Kind.FSDP2, 2))]  # fmt: skip
 
 
 @pytest.mark.slow

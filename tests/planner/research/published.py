@@ -205,13 +205,11 @@ def _model_of_sizes(reader: _Reader, layers: int, hidden: int, **others: Any) ->
 
 # (column, pattern, reason, hint) of rows that are not FSDP by itself, or of a dtype that no Spec has.
 _OUT, _IN_A_HOST = "leave the row out", "shards the optimizer's state inside a host, which no Spec does"
-_REFUSED = (
-    ("strategy", r"x ?TP|\+ ?TP|PP|CP\d", "is more than sharded data parallelism", _OUT),
-    ("strategy", r"over the \d+ ranks of a host", _IN_A_HOST, _OUT),
-    ("model", "(?i)lora", "trains adapters beside frozen weights", _OUT),
-    ("strategy", "(?i)offload", "copies over PCI Express, which is not calibrated", _OUT),
-    ("precision", "(?i)float8|fp8", "is not one of the lab's", "use bf16, fp16 or fp32"),
-)
+_REFUSED = (("strategy", r"x ?TP|\+ ?TP|PP|CP\d", "is more than sharded data parallelism", _OUT),
+            ("strategy", r"over the \d+ ranks of a host", _IN_A_HOST, _OUT),
+            ("model", "(?i)lora", "trains adapters beside frozen weights", _OUT),
+            ("strategy", "(?i)offload", "copies over PCI Express, which is not calibrated", _OUT),
+            ("precision", "(?i)float8|fp8", "is not one of the lab's", "use bf16, fp16 or fp32"))  # fmt: skip
 # By the strategy, where parameters and gradients may be whole and the optimizer's state sharded; and by the framework.
 _STATE = "(?i:zero-1|distributed optimizer)"
 _SHARDINGS = (
