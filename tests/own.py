@@ -3,8 +3,6 @@
 What it defines is of `__main__`, so that no other process can import it, and its source is found as in IPython.
 """
 
-from __future__ import annotations
-
 import linecache
 from typing import Any
 

@@ -8,8 +8,6 @@ none that is still busy with this one.
 The ranks are forked from a server process that imports torch and transformers once and starts no thread of Gloo.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import multiprocessing

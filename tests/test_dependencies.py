@@ -1,7 +1,5 @@
 """What is imported is declared, what is declared is used, and a missing package is named with how to install it."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What others could do to a user of this package: no code comes out of files, no door is open, no name leads elsewhere."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib

@@ -4,8 +4,6 @@ Each rank computes at its own pace; a collective begins when its last rank has i
 all ranks together. Clocks can be put off, as `StepEvent.begin_s` would be.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache

@@ -1,8 +1,6 @@
 """The optimizers of a workload: what is known of torch's classes; their arguments under every backend, and in switches. And
 parameters that are not trained, or have a learning rate and a weight decay of their own."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 from unittest import mock

@@ -3,8 +3,6 @@
 Ours against FSDP2 and DDP, over models and strategies, is in tests/engine/test_parity.py.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """Backend "yours": right engines train as FSDP2 does, bit for bit, and each mistake is named."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the parity tests run in each rank: a plain loop over a backend, with nothing of the trainer's."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,8 +1,6 @@
 """`python -m tests.bench NAME`: benches for those who develop fsdp_lab. Arguments, `--json` and exit codes are those of
 `fsdp-lab bench`."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

@@ -6,8 +6,6 @@ losses to 1e-5. It is *refused* where the lab says why. It has *no small config*
 either. All else has *failed*.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import resource

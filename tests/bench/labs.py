@@ -4,8 +4,6 @@ Note: what is compared in `plan`. Every round calibrates anew; the steps of all 
 calibration runs, so that the machine's drift affects both alike. No Spec that is compared is calibrated on.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Iterator, Sequence

@@ -7,8 +7,6 @@ DDP keeps in its buckets), the most that any of the layouts holds. A switch that
 parameter, and the allocator refuses more than 20.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import math

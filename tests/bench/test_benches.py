@@ -1,7 +1,5 @@
 """Benches for developers, small: that they run, and refuse what cannot be measured. On ranks of the pool."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

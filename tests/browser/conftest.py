@@ -4,8 +4,6 @@ Nothing outside this machine is asked for, and nothing of the user's Jupyter is 
 error, or asks the network for anything, fails its test.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar

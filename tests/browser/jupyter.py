@@ -1,7 +1,5 @@
 """JupyterLab in a process of its own and a page of chromium that drives it, offline and with private settings."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

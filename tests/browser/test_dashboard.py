@@ -1,7 +1,5 @@
 """The dashboard in JupyterLab and chromium, over a lab without processes: what depends on the page and not on ranks."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.browser.driver import DashboardPage, model

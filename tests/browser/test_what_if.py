@@ -1,8 +1,6 @@
 """The what-if page in JupyterLab and chromium: choose, read the answer, be refused, search, take what was found. And the
 one without a kernel, opened from disk, offline."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

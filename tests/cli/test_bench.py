@@ -1,7 +1,5 @@
 """`fsdp-lab bench step`, `wire` and `host`, small: what they refuse, what they print, and that nothing of it stays."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

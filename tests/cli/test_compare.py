@@ -1,7 +1,5 @@
 """`fsdp-lab compare` and `run`: products, refusals and bad input without ranks; then both once on real ones."""
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import io

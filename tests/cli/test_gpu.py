@@ -1,7 +1,5 @@
 """`fsdp-lab bench gpu` without a GPU: what it refuses, what it would run, what it writes, and a rehearsal of it."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """`fsdp-lab history` and `report`: kept runs are listed, shown, named, deleted and written as one file; what is refused."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import time

@@ -1,7 +1,5 @@
 """`fsdp-lab lab`: what it opens, where it listens, what it says, and that Ctrl-C leaves nothing behind."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

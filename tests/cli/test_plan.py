@@ -1,7 +1,5 @@
 """`fsdp-lab plan`: one plan, a product of them, what is found, a table, a page, and what is refused."""
 
-from __future__ import annotations
-
 import base64
 import json
 import math

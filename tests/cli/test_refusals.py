@@ -1,7 +1,5 @@
 """What each command refuses: one sentence, code 2, nothing started and nothing written."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -7,8 +7,6 @@ its third step), "cuda:R" (its GPU fails in that step),
 "slow-phase" (in slow motion the fourth phase takes half a minute, and can be interrupted).
 """
 
-from __future__ import annotations
-
 import math
 import os
 import signal

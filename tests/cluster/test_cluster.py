@@ -1,7 +1,5 @@
 """Real ipyparallel engines: started, called, interrupted, lost, replaced, ended. The ranks need no torch."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Ranks that outlive their kernel, until the next one comes, somebody ends them, or nobody has come for long."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

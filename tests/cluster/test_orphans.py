@@ -1,7 +1,5 @@
 """No engine outlives its kernel, however and whenever that ends, unless it was asked to (test_detached.py)."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Where ranks are put, for machines that this one is not."""
 
-from __future__ import annotations
-
 import io
 import socket
 from pathlib import Path

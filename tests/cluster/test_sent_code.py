@@ -1,7 +1,5 @@
 """What a Spec holds of a person's code: a name that can be imported, or a whole source with a digest; the object is sent."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

@@ -1,7 +1,5 @@
 """Runs side by side: what is kept when one pins, the rows, the card, and what it costs."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Choices: accepted, held with a reason and a way out, and tried again."""
 
-from __future__ import annotations
-
 from hypothesis import given, strategies as st
 
 from fsdp_lab.dashboard.fields import Choices, ChoiceState

@@ -1,7 +1,5 @@
 """Controls against a lab without processes: what is sent, and what is said beside each control."""
 
-from __future__ import annotations
-
 import html
 import re
 import threading

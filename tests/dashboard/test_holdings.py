@@ -1,7 +1,5 @@
 """The picture of slow motion: where parameters stand, and what is drawn of what each rank holds."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

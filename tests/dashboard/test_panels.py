@@ -1,7 +1,5 @@
 """Panels: from events to rows, ranges and words; and the assembling of events into steps."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import statistics

@@ -1,7 +1,5 @@
 """The card of checkpoints, recovery, incidents and drills against a lab without processes."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable, Iterator

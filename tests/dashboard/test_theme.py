@@ -1,7 +1,5 @@
 """The two claims of the palettes: ranks can be told apart by colour-blind eyes, and classes by lightness or hatch."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The timeline panel: rows where spans were, gaps where nothing is known, and the step that a reader holds."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

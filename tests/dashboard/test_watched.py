@@ -1,7 +1,5 @@
 """A watched loop in the dashboard: its panels, with gaps where something is not known, and no switches."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What the parity suites share: small models of every family, runs of a whole plan in the pool, and their outcomes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence

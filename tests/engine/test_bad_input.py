@@ -1,7 +1,5 @@
 """What cannot be is refused: with a sentence that names the parameter or module and says what to do, on every rank."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

@@ -1,7 +1,5 @@
 """What the engine does with all kinds of models and calls: each trains beside the plain model, equal bit for bit."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import namedtuple

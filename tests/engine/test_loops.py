@@ -4,8 +4,6 @@ Each loop is a script as scenarios/engines.py has them, run in every rank under 
 the batches of all ranks; units are freed after each forward, and then kept. FSDP2's parameters have the same bits as ours.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import nullcontext

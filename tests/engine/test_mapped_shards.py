@@ -3,8 +3,6 @@
 Also where gathered parameters are the shards of all ranks where they lie, and nothing is copied.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import time

@@ -1,7 +1,5 @@
 """Bytes, as numbers: what storages hold, at every phase of real steps, and in sum what the formulas of ZeRO and FSDP say."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -10,8 +10,6 @@ through hybrid sharding or low precision: it is compared with one of FSDP2's tha
 trainer: clipping, gradient norms, the scaler). test_properties.py has a second oracle.
 """
 
-from __future__ import annotations
-
 import shutil
 from typing import Any
 

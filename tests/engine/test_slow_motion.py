@@ -1,7 +1,5 @@
 """A real step in ranks: `PhaseStepper` stops at its phases, `holdings` says what is there, a trace names them."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections import Counter

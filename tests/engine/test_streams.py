@@ -2,8 +2,6 @@
 a step asks of a device. On groups that order nothing else; and over the wire (tests/wire/simulated_wire.py): over NCCL,
 metered, or staged through the host, or in a GPU's memory."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Callable

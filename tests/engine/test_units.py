@@ -1,7 +1,5 @@
 """Units of one root that are sharded in different ways, and in groups that are made once."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """What the feature tests share: a small model, and training it sharded beside the plain one on the batches of all ranks."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -5,8 +5,6 @@ script. torchrun's own store outlives them and remembers the last, so each makes
 of each script before what it prints. One that can save adapters, a.py, does so in a.saved.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import runpy

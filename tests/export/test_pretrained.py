@@ -1,7 +1,5 @@
 """The model of a checkpoint, opened by transformers, has every value that the ranks held."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

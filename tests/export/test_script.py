@@ -1,7 +1,5 @@
 """An exported script gives the run's losses, bit for bit, without the lab; it has one's own code, or imports it."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import runpy

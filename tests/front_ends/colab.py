@@ -1,8 +1,6 @@
 """What Colab had installed when it was last looked up: googlecolab/backend-info@a724079 (19 August 2026, Python 3.13),
 pip-freeze.gpu.txt. Kaggle's image is built from one of 14 May, with torch 2.10: Kaggle/docker-python@78aaa43."""
 
-from __future__ import annotations
-
 # Of what fsdp_lab requires; jupyterlab is the one that Colab has not.
 COLAB = {"anywidget": "0.9.21", "bokeh": "3.8.2", "cloudpickle": "3.1.2", "datasets": "4.0.0", "filelock": "3.32.3",
          "huggingface-hub": "1.27.0", "ipykernel": "6.17.1", "ipyparallel": "8.8.0", "ipython": "7.34.0",

@@ -4,8 +4,6 @@ It is served from nowhere, and its policy allows no address but scripts that the
 widget sees is a few lines: traits, messages in, messages out. How buffers reach it is chosen, since front ends differ.
 """
 
-from __future__ import annotations
-
 import base64
 import time
 from collections.abc import Callable, Mapping, Sequence

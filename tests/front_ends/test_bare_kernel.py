@@ -1,7 +1,5 @@
 """Notebook 01 without JupyterLab: a plain kernel on its five sockets, with this environment's packages and with Colab's."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What only a machine with a GPU can show, of one rank. Needs torch, numpy, transformers and psutil; no Jupyter."""
 
-from __future__ import annotations
-
 import json
 import traceback
 from collections.abc import Callable, Iterable

@@ -3,8 +3,6 @@
 What the ranks do is mostly what those of tests/rank do, on CPUs and over a simulated NCCL. Kernels may add in another order,
 so losses have a tolerance."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

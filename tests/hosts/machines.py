@@ -3,8 +3,6 @@
 The test's process is on the bridge too, as the kernel's host: it drives a lab as a notebook would. What crosses a host's
 cable is counted by its interface. Needs root and Debian's iproute2."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import json

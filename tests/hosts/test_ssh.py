@@ -1,7 +1,5 @@
 """`Lab.ssh` through a real sshd on each of two hosts."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

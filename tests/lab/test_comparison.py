@@ -1,7 +1,5 @@
 """Runs in figures and in a table; and side by side: ratios, parity, what is refused, and what is written of it."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

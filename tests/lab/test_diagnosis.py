@@ -1,7 +1,5 @@
 """Causes from events with known figures, on both sides of each limit; what a cure may be; the box of the dashboard."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

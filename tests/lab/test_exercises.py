@@ -1,8 +1,6 @@
 """The checks of the course's exercises: each refuses the empty answer and plausible wrong ones with a sentence that names
 the mistake, and takes those of solutions/exercises.py and others. What they look at is of real ranks, and of the planner."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What befalls a rank on real engines, in a step or beside it: what the kernel says of it, and that the lab goes on."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Runs kept on disk, without ranks: what is written is what was told, whatever happens to the file meanwhile."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

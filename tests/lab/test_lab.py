@@ -1,7 +1,5 @@
 """Runs on real engines, whose ranks need no torch: blocking and awaited, switched, paused, stopped, replaced, failed."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

@@ -1,7 +1,5 @@
 """One's own module, loss and dataset in a Lab: sent from a cell to two ranks, again after one was killed, and stored."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Whether two runs computed the same, from what real ranks told: equal bits, rounding, and faults that are found out."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """The whole path on real ranks: a small GPT-2 on two Gloo ranks in ipyparallel engines, driven by a Lab."""
 
-from __future__ import annotations
-
 import json
 import math
 

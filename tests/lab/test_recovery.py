@@ -1,7 +1,5 @@
 """Nothing is lost: a run goes on after whatever befell its ranks, with the curve of one that nothing befell."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

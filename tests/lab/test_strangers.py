@@ -1,7 +1,5 @@
 """Another user of this machine connects to every port that a lab listens on: no result changes, and no run ends."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

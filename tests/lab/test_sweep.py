@@ -1,7 +1,5 @@
 """Comparisons and slow motion on ranks without torch: turns, refusals, failures, stops; what goes on when a rank is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import os

@@ -1,8 +1,6 @@
 """Events of a run: each once, in order, bounded, cheap to follow; a traced step of all ranks on one clock, aligned or honest
 that it is not; and the trace file made of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import itertools

@@ -1,7 +1,5 @@
 """What several tests of the models need: one small config of each family, and a skeleton given its values."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Batches: every sample once whoever reads it, real text as bytes, and what each kind of model is given."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Skeletons: parameters without memory, real buffers, ties kept; their initial values; and which modules become units."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

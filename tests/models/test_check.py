@@ -1,7 +1,5 @@
 """`check`: what is wrong with a workload is said with the field and the way out, and what is right passes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, cast
 

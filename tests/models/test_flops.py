@@ -1,7 +1,5 @@
 """FLOPs against the published formulas, and the peaks they are put in relation to."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

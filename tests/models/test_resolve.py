@@ -1,7 +1,5 @@
 """`resolve`: presets, folders, files, dicts and objects become configs; what cannot be says why."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tokens: those of transformers, in rows and with labels as expected by hand, made once, whatever happens meanwhile."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

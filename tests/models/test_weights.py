@@ -1,7 +1,5 @@
 """Weights of a folder: which files are read, under which names, and how what does not fit is refused."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

@@ -6,8 +6,6 @@ place of the widget, which would be an empty frame wherever no kernel runs. The 
 browser test: `FSDP_LAB_SCREENSHOTS=DIR pytest tests/browser/test_notebook.py`, then DIR/dashboard.png.
 """
 
-from __future__ import annotations
-
 import base64
 import shutil
 import sys

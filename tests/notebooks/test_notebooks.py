@@ -4,8 +4,6 @@ One kernel and one lab serve all of them, in small: fewer steps, and a calibrati
 (tests/browser/test_notebook.py).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """A calibration finds what a made-up machine was made of, and predicts what it was not told."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from typing import Any

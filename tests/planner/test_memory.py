@@ -1,7 +1,5 @@
 """Planned memory beside the ledger of real ranks and beside closed forms; models that are frozen in part, and dropout."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,8 +1,6 @@
 """A training that was saved or suspended goes on bit for bit, under any backend and any number of ranks; what is torn is
 said to be."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """The checksum of the parameters and the gradient's norm: the same however they are sharded, another when one element is."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

@@ -3,8 +3,6 @@
 Those that end or stop a process are in tests/lab/test_faults.py.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

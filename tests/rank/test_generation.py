@@ -1,8 +1,6 @@
 """Evaluations, and texts that a training's model continues: no training changes by them, all backends find the same and give
 transformers' own tokens, and an evaluation that is stopped loses nothing."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

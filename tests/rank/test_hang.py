@@ -3,8 +3,6 @@
 Over a simulated NCCL (tests/wire/simulated_nccl.py) ranks that wait for their device are freed in bounded time as well.
 Kills and drills, over Gloo, are in tests/lab/test_recovery.py."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

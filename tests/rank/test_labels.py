@@ -1,7 +1,5 @@
 """Samples with different numbers of labels: loss and gradients are those of the whole global batch, however it is split."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """The vote of a device, whose result the host reads when the next step begins: the same training, whatever ends it in
 between, over a simulated NCCL (tests/wire/simulated_nccl.py). And for what the host waits, on a simulated device."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -1,7 +1,5 @@
 """The memory ledger: known bytes of known models, in all four backends, at every unit of a step."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from pathlib import Path

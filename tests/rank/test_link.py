@@ -1,7 +1,5 @@
 """A Session on an emulated link: bits stay, times follow, it is switched while training, and a stop does not wait for it."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

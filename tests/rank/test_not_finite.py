@@ -1,8 +1,6 @@
 """A loss or gradient that is not finite: the step is applied on no rank, whose it was is said, and the training goes on from
 the last good step."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Trained weights on the ranks: the values of a folder, whatever the backend and the number of ranks, and what they cost.
 Low-rank adapters: equal bits under every backend, memory as computed, and a folder that peft opens."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from contextlib import closing

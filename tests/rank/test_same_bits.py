@@ -1,7 +1,5 @@
 """Trainings that ask for much: the same bits under every backend, through switches, and whatever is looked at meanwhile."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A rank's Session: steps and their events, switches in place, refusals, and steps that are given up."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A switch that fails anywhere, on one rank or by an abort, loses nothing: training continues in the old Spec."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from typing import Any

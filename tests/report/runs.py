@@ -1,7 +1,5 @@
 """A comparison to write reports of: plausible steps with spans, a switch, a fault, an offload, and a refusal."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from fsdp_lab.base.events import StepEvent

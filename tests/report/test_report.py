@@ -1,7 +1,5 @@
 """A report's file: what is in it, what it refuses, and that nothing in it can do harm. `tests/browser` opens it."""
 
-from __future__ import annotations
-
 import json
 import re
 from html import unescape

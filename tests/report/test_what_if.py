@@ -1,7 +1,5 @@
 """The what-if page without a browser: what is asked, what is answered, what is refused, and how soon."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

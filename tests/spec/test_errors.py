@@ -1,7 +1,5 @@
 """The errors for refused values: `SpecError` for fields of a Spec, `ArgumentError` for other arguments, such as faults."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Who is missing, from beats with known answers; and limits that are refused."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

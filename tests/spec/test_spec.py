@@ -1,7 +1,5 @@
 """Spec: what it takes, what it refuses and how it says so, JSON both ways."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import pickle

@@ -2,8 +2,6 @@
 them; or for ranks that share a GPU, staged through the host, or in memory that ranks share. Gloo carries the bytes of the
 first two."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

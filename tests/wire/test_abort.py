@@ -1,7 +1,5 @@
 """What an abort leaves behind: operations that Gloo may still begin, whose memory must not be freed under them."""
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """Each collective over the wire, in each order of reduction, against what it should give."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import time

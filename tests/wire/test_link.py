@@ -1,7 +1,5 @@
 """The emulated link: times follow the formula, bits stay, an abort frees at once."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

@@ -1,8 +1,6 @@
 """The wire on a simulated device (simulated_wire.py): every wait that it needs is there, each is needed, and memory lives
 long enough. What a step asks of a device is in tests/engine/test_streams.py."""
 
-from __future__ import annotations
-
 import enum
 import itertools
 from collections.abc import Callable

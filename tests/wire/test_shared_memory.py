@@ -1,8 +1,6 @@
 """Groups over shared memory: what they give whatever the order of waits, how a wait ends, and what is left afterwards.
 That each collective gives what it gives over Gloo is in test_collectives.py."""
 
-from __future__ import annotations
-
 import os
 import random
 import threading

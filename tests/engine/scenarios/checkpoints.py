@@ -1,7 +1,5 @@
 """Scripts that save, and scripts that go on from what was saved, maybe by another engine on other numbers of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -18,8 +18,6 @@ the factor 1 / eps is 1. Hence `BOUND` = 1e-6, where one step of lr 1e-2 moves a
 u (fp32 inside a model, bf16, fp16) uses plain descent, and has a bound of its own, by the same rule without 1 / eps.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

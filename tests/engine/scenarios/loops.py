@@ -1,7 +1,5 @@
 """Scripts that differ in their loop: several forwards, several models, accumulation, penalties, averages."""
 
-from __future__ import annotations
-
 import copy
 import io
 from contextlib import nullcontext

@@ -3,8 +3,6 @@
 A tensor that a thread of Gloo's releases last is freed unseen. Its bytes count until another takes its address.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Scripts that differ in their model: what is frozen, uneven, cast, or written by others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

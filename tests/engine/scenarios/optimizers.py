@@ -1,7 +1,5 @@
 """Scripts that differ in what is done with gradients: optimizers, groups, schedules, clipping, scaling, logging."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """One scenario, three engines: losses and parameters are equal."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The columns are those of `data/fsdp_measurements.csv`. A row is refused, with th
 shape, no number of GPUs) or is of another kind of parallelism.
 """
 
-from __future__ import annotations
-
 import csv
 import math
 import re

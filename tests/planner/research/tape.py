@@ -11,8 +11,6 @@ mask in them has the dtype of the shards. Logits and their gradient are copied t
 compiled.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Generator, Iterator, Sequence, Set
 from dataclasses import dataclass, field
