@@ -76,9 +76,8 @@ def _serve(pipe: Any, stacks: Path) -> None:
             info = RankInfo(rank=rank, world_size=world_size, device=torch.device(device), shares_gpu=sharing > 1)
             store = find_store(place)
             world = open_groups(info, store, context, 0) if joined else None
-            if (
-                world is not None and not shared
-            ):  # a rank that leaves at once would break connections that others still open
+            # a rank that leaves at once would break connections that others still open
+            if world is not None and not shared:
                 world._gloo.barrier().wait()
             try:
                 answer = ("ok", function(Place(info, context, world, store, sharing), *args))
@@ -153,9 +152,8 @@ class Pool:
             self.renew()  # one was killed between two runs: for its memory, say
         self._runs += 1
         chosen = self._workers[:world_size]
-        store = (
-            Path(self._folder.name) / f"store{self._runs}"
-        )  # not in memory, which would cost a descriptor in each run
+        # not in memory, which would cost a descriptor in each run
+        store = Path(self._folder.name) / f"store{self._runs}"
         store.touch(mode=0o600)
         end = time.monotonic() + timeout_s
         try:

@@ -194,9 +194,7 @@ def test_all_backends_freeze_the_same_and_strategies_change_nothing_of_it(outcom
     ("field", "phases"),
     [("freeze", [EARLY, None, INSIDE, EARLY]), ("param_groups", [GROUPS, None, GROUPS[:1], GROUPS])],
 )
-def test_what_is_frozen_and_groups_can_change_and_all_backends_agree(
-    outcomes: Outcomes, field: str, phases: list[Any]
-) -> None:
+def test_what_is_frozen_and_groups_can_change_and_all_backends_agree(outcomes: Outcomes, field: str, phases: list[Any]):
     """Also from one backend to another in the same switch. All groups under one backend: tests/rank/test_same_bits.py."""
     fields = [{field: value} for value in phases]
     paths = [[sharded(b, 2, **f) for f in fields] for b in ("lab", "fsdp1")]

@@ -91,9 +91,8 @@ def test_what_fsdp1_offloads_begins_with_the_initial_values_and_is_freed(
 ) -> None:
     offloaded = spec(world_size, backend="fsdp1", offload="all", **changes)
     plain = spec(world_size, backend="fsdp1", **changes)
-    (mine, copies, held), (theirs, *_) = (
-        pool.run(_trained_offloaded, world_size, s.to_dict())[0] for s in (offloaded, plain)
-    )
+    both = (pool.run(_trained_offloaded, world_size, s.to_dict())[0] for s in (offloaded, plain))
+    (mine, copies, held), (theirs, *_) = both
     assert mine == pytest.approx(theirs, rel=1e-6) and copies and not held
 
 

@@ -312,9 +312,8 @@ def _same(run: str, told: Sequence[float], want: Sequence[float]) -> bool:
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> str:
     """The families of each group by reason, without the names in a reason, in which they differ."""
-    groups: dict[str, dict[str, list[str]]] = {
-        group: defaultdict(list) for group in (TRAINS, REFUSED, NO_CONFIG, FAILED)
-    }
+    kinds = (TRAINS, REFUSED, NO_CONFIG, FAILED)
+    groups: dict[str, dict[str, list[str]]] = {kind: defaultdict(list) for kind in kinds}
     for name, outcome in sorted(found.items()):
         reason = re.sub(r"(workload|strategy)\.\w+: ", "", outcome["reason"])
         reason = re.sub(rf"\b[a-z_]\w*(\.\w+)+\b|\b{re.escape(name)}\b", "...", reason)

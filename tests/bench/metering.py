@@ -155,9 +155,8 @@ def summarize(launches: Sequence[Sequence[float]]) -> dict[str, Any]:
 def parts_of(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
     """Seconds of each part, one per round: of the slowest rank; of the vote, of the one that waits least."""
     of = {"vote": min}
-    return {
-        name: [of.get(name, max)(each) for each in zip(*(r[name] for r in ranks), strict=True)] for name in ranks[0]
-    }
+    by_name = {name: zip(*(rank[name] for rank in ranks), strict=True) for name in ranks[0]}
+    return {name: [of.get(name, max)(each) for each in rounds] for name, rounds in by_name.items()}
 
 
 def overheads(launches: Sequence[Launch], peer: str) -> dict[str, float]:

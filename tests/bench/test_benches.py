@@ -25,9 +25,7 @@ def ranks(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     (["memory", "--ranks", "1,2"], "--ranks 1,2 is refused; give numbers of 2 or more"),
     (["families", "gpt3"], "gpt3 is no family"),
 ])  # fmt: skip
-def test_what_cannot_be_measured_is_refused(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_measured_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]):
     assert main(arguments) == 2
     assert said in capsys.readouterr().err
 
@@ -64,9 +62,8 @@ def test_measuring_changes_no_bit_of_any_backend() -> None:
     """All of them in one launch: a form is compared with the two others of its backend."""
     names = {peer: [form.name for form in metering.forms_of(peer)] for peer in metering.PEERS}
     forms = tuple(name for of_peer in names.values() for name in of_peer)
-    result = metering.measure(
-        metering.Plan(preset="gpt2-1m", seq_len=8, steps=4, forms=forms, devices=("cpu", "cpu")), []
-    ).result
+    plan = metering.Plan(preset="gpt2-1m", seq_len=8, steps=4, forms=forms, devices=("cpu", "cpu"))
+    result = metering.measure(plan, []).result
     for peer, of_peer in names.items():
         told = [(result.losses[form], result.gradient_norms[form]) for form in of_peer]
         assert told[0] == told[1] == told[2], peer

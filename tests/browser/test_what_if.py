@@ -119,9 +119,8 @@ class StaticPage:
         return self.page.locator(f".{part}").inner_text()
 
     def figures(self) -> dict[str, str]:
-        return dict(
-            zip(*(self.page.locator(f".answer .figures {tag}").all_inner_texts() for tag in ("dt", "dd")), strict=True)
-        )
+        names, texts = (self.page.locator(f".answer .figures {tag}").all_inner_texts() for tag in ("dt", "dd"))
+        return dict(zip(names, texts, strict=True))
 
     def legend(self, card: str) -> list[str]:
         return self.page.locator(f".{card} .key").all_inner_texts()
@@ -179,9 +178,8 @@ def test_a_page_without_a_kernel_says_what_its_command_says(
         "MFU": f"{100 * plan['mfu']:.1f} %\n{mfu}", "HFU": f"{100 * plan['hfu']:.1f} %",
         "exposed communication": f"{100 * plan['exposed_comm_s'] / plan['step_time_s']:.1f} %",
     }  # fmt: skip
-    assert page.text("headline").startswith(
-        "llama-70b, 70.6 billion parameters · 512 × h100 in 64 hosts at 800 Gb/s each"
-    )
+    head = "llama-70b, 70.6 billion parameters · 512 × h100 in 64 hosts at 800 Gb/s each"
+    assert page.text("headline").startswith(head)
     said = f"It fits 80.0 GiB, {size(plan['margin_bytes'])} to spare. Bound by {plan['binding']}."
     assert page.text("answer .reading") == said
     memory, step = page.legend("memory"), page.legend("step")

@@ -29,9 +29,7 @@ GIB = 1 << 30
 # -- refusals, and the list --------------------------------------------------------------------------------------------
 
 
-def test_without_a_gpu_it_names_the_way_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_it_names_the_way_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert main(["bench", "gpu"]) == 2
     said = "--device: torch finds no GPU here; give --device cpu to rehearse the same list with small models"
@@ -147,9 +145,7 @@ def trained(losses: Sequence[float] = (6.0, 5.0), total: int = 7) -> dict[str, A
     (trained([6.0, math.nan]), "lab in fp32: losses differ by inf"),
     ({"error": "rank 0: RuntimeError: no"}, "lab in fp32: rank 0: RuntimeError: no"),
 ])  # fmt: skip
-def test_a_strategy_that_trains_something_else_fails(
-    other: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_strategy_that_trains_something_else_fails(other: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch):
     named = {name: gpu.STRATEGIES[name] for name in ("fsdp2", "lab", "ddp")}
     found = [trained(), other, trained([6.0, 5.0], 8)]
     monkeypatch.setattr(gpu, "trained", lambda *given: found)
@@ -159,9 +155,7 @@ def test_a_strategy_that_trains_something_else_fails(
     assert said in str(raised.value)
     rows = lines[0].splitlines()
     assert rows[1].split()[5:9] == ["1.00", "GiB", "1,493", "25%"], "beside its time, who had the GPU"
-    assert "equal bit for bit" in rows[1] and "losses differ by 0.0e+00" in rows[3], (
-        "equal losses, and other parameters"
-    )
+    assert "equal bit for bit" in rows[1] and "losses differ by 0.0e+00" in rows[3], "equal losses, other parameters"
 
 
 def test_ranks_that_do_not_agree_are_an_error() -> None:
@@ -196,9 +190,7 @@ def test_every_part_is_rehearsed_where_there_is_no_jupyter(tmp_path: Path) -> No
     written = figures_in(file)
     assert written["facts"]["fsdp-lab bench gpu"] == "a rehearsal on the CPU"
     at = {part.name: part.skipped for part in listed(Place())}
-    assert {each["name"]: each["reason"] for each in written["parts"]} == at, (
-        "all but those that need a GPU have passed"
-    )
+    assert {each["name"]: each["reason"] for each in written["parts"]} == at, "all that need no GPU have passed"
     for each in written["parts"]:
         assert each["outcome"] == ("skipped" if at[each["name"]] else "passed"), each["name"]
         assert bool(each["figures"]) == (each["outcome"] == "passed")

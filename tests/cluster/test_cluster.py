@@ -258,9 +258,7 @@ def test_without_its_server_a_rank_is_replaced_all_the_same(cluster: Cluster) ->
 
 
 @pytest.mark.slow
-def test_where_no_socket_can_be_made_engines_are_started_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_no_socket_can_be_made_engines_are_started_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert forks(0) and not forks(1), "a GPU's context cannot be forked"
     deep = tmp_path / ("x" * 120)
     deep.mkdir()

@@ -492,9 +492,8 @@ class FakeLab:
         self.drills.append((kind, rank))
         if kind == "kill":
             self.lose(rank)
-        return SimpleNamespace(
-            run=self.current, end=lambda: self.drills.append(("restored", rank)), refused=self.drill_refused
-        )
+        restored = ("restored", rank)
+        return SimpleNamespace(run=self.current, end=lambda: self.drills.append(restored), refused=self.drill_refused)
 
     def lose(self, rank: int) -> None:
         """A rank dies while the run goes on."""

@@ -98,9 +98,7 @@ def test_pinned_curves_lie_in_every_time_plot_and_ranges_hold_them(all_panels, s
     show.board.pin(fast)
     show.until(lambda: len(show.table("overlay.0")) == 40)
     rates = Pinned.of(fast).curve[:, CURVE.index("tokens_per_s")]
-    assert end < np.nanmax(rates) <= show.live._scene.patches()["throughput.y"]["end"], (
-        "a curve that leaves the live one"
-    )
+    assert end < np.nanmax(rates) <= show.live._scene.patches()["throughput.y"]["end"], "it leaves the live one"
     patches = show.live._scene.patches()
     for plot in ("loss", "throughput", "tflops", "communication.over", "memory.lane_0", "memory.lane_1"):
         assert patches[f"{plot}.overlay.0"] == {"visible": True} and patches[f"{plot}.overlay.1"] == {"visible": False}

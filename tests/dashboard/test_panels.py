@@ -166,9 +166,8 @@ def test_throughput_sums_ranks_over_the_slowest_time_and_tflops_are_of_each_of_f
     for shown in (panel, many):
         shown.update(told)
     last = told[-1].events
-    assert columns(panel)["tokens_per_s"][-1] == pytest.approx(
-        sum(e.tokens for e in last) / max(e.step_time_s for e in last)
-    )
+    rate = sum(e.tokens for e in last) / max(e.step_time_s for e in last)
+    assert columns(panel)["tokens_per_s"][-1] == pytest.approx(rate)
     assert math.isnan(columns(panel)["median_tokens_per_s"][0])  # the first step after a change does not count
     assert "rank_7" in few.sources[0].numbers and "rank_0" not in many.sources[0].numbers
     assert columns(many)["least"][-1] == min(e.tflops for e in last)

@@ -105,9 +105,7 @@ def test_a_folder_that_cannot_be_is_said_beside_it_and_starts_nothing(desk: Desk
     assert desk.saving.message.value == "" and desk.lab.current is not None
 
 
-def test_save_now_saves_into_the_folder_of_the_field_whatever_was_chosen_at_the_start(
-    desk: Desk, tmp_path: Path
-) -> None:
+def test_save_now_saves_into_the_folder_of_the_field_whatever_was_chosen_at_the_start(desk: Desk, tmp_path: Path):
     desk.saving._when.value = EVERY
     desk.start()
     desk.saving._save.click()

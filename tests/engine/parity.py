@@ -80,9 +80,8 @@ class Outcomes:
         """Their outcomes, in order; all of one world size."""
         wanted = {plan.key: plan for plan in plans if (plan.key, reduction) not in self._known}
         if wanted:
-            answers = self._pool.run(
-                _run, plans[0].world_size, list(wanted.values()), reduction=reduction, timeout_s=120
-            )
+            given = plans[0].world_size, list(wanted.values())
+            answers = self._pool.run(_run, *given, reduction=reduction, timeout_s=120)
             for key, by_rank in zip(wanted, zip(*answers, strict=True), strict=True):
                 self._known[key, reduction] = _joined(by_rank)
         return [self._known[plan.key, reduction] for plan in plans]

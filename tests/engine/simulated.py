@@ -292,9 +292,8 @@ class SimulatedDevice(TorchDispatchMode):
         for t in made:
             self._of(t, new=True).is_host = is_host
         if not func._schema.name.startswith("aten::empty") and func.overloadpacket not in (aten.new_empty, aten.set_):
-            self._access(
-                stream, func._schema.name, [*read, *(t for t in written if _reads_too(func))], [*written, *made]
-            )
+            all_read = [*read, *(t for t in written if _reads_too(func))]
+            self._access(stream, func._schema.name, all_read, [*written, *made])
         self._count(func, given, [*read, *written])
         return found
 
@@ -401,9 +400,8 @@ class SimulatedDevice(TorchDispatchMode):
 
     def _check(self, before: Access | None, access: Access, stream: Stream) -> None:
         if before is not None and not before.precedes(stream.clock):
-            self.races.append(
-                f"{access.what} on {access.stream} ({_place()}) does not wait for {before.what} on {before.stream}"
-            )
+            other = f"{before.what} on {before.stream}"
+            self.races.append(f"{access.what} on {access.stream} ({_place()}) does not wait for {other}")
 
     def _stream(self, name: str) -> Stream:
         return self.streams.setdefault(name, Stream(self, name))

@@ -9,15 +9,7 @@ import torch
 from torch import Tensor, distributed as dist, nn
 from torch.nn import functional as F
 
-from fsdp_lab.engine import (
-    full_state,
-    fully_shard,
-    load_full_state,
-    parameter_groups,
-    runtime_of,
-    shards_of,
-    units_of,
-)
+from fsdp_lab.engine import full_state, fully_shard, load_full_state, parameter_groups, runtime_of, shards_of, units_of
 from fsdp_lab.engine.schedule import Direction, Phase
 from fsdp_lab.engine.unit import UnitState
 from fsdp_lab.spec.spec import Strategy
@@ -240,20 +232,16 @@ def test_shares_and_bytes_sent_are_what_zero_says(pool: Pool) -> None:
         _, psi, stepped, sent = results[0]
         total = sum((full for full, *_ in results), Counter[str]())
         assert total["parameters"] == copies[0] * 4 * psi
-        assert total["gradients"] == pytest.approx(
-            copies[1] * 4 * psi, rel=0.05 if sharding == "zero1" else 0
-        )  # ZeRO-1 keeps counts
+        # ZeRO-1 keeps counts
+        assert total["gradients"] == pytest.approx(copies[1] * 4 * psi, rel=0.05 if sharding == "zero1" else 0)
         assert total["optimizer"] == copies[0] * 2 * 4 * stepped
         assert total["unsharded"] == gathered * 4 * psi
         assert total["unsharded gradients"] == 0
-        assert all(its == sent for *_, its in results), (
-            "the order of collectives, and their sizes, are the same on all ranks"
-        )
+        assert all(its == sent for *_, its in results), "all ranks send the same sizes in one order"
         assert Counter(kind for kind, _ in sent) == counts
         times = sum(size for _, size in sent) / (4 * psi * (world_size - 1) / world_size)
-        assert 2 < times < 3 if sharding == "full_shard" else times == pytest.approx(2, rel=0.03), (
-            sharding
-        )  # with counts
+        # with counts
+        assert 2 < times < 3 if sharding == "full_shard" else times == pytest.approx(2, rel=0.03), sharding
 
 
 # -- deferred initialisation -----------------------------------------------------------------------------------------

@@ -12,15 +12,7 @@ import torch
 from torch import Tensor, distributed as dist, nn
 
 from fsdp_lab.backends.flat import engine_options
-from fsdp_lab.engine import (
-    ShardError,
-    UnitState,
-    build_mesh,
-    full_state,
-    fully_shard,
-    runtime_of,
-    units_of,
-)
+from fsdp_lab.engine import ShardError, UnitState, build_mesh, full_state, fully_shard, runtime_of, units_of
 from fsdp_lab.models.wrapping import units
 from fsdp_lab.spec.spec import Strategy
 from tests.pool import Place

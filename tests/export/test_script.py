@@ -102,9 +102,8 @@ def test_losses_are_the_labs_bit_for_bit_on_two_ranks(pool: Pool, tmp_path: Path
     # Other work gives other losses: the comparison is not blind.
     alike = {frozenset(pair) for pair in itertools.combinations(specs, 2) if lab[pair[0]] == lab[pair[1]]}
     assert alike == {frozenset({"lora", "lora fsdp1"})}
-    adapters, of_fsdp1 = (
-        load_file(tmp_path / f"{name}.saved" / "adapter_model.safetensors") for name in ("lora", "lora fsdp1")
-    )
+    saved_in = (tmp_path / f"{name}.saved" for name in ("lora", "lora fsdp1"))
+    adapters, of_fsdp1 = (load_file(folder / "adapter_model.safetensors") for folder in saved_in)
     torch.testing.assert_close(adapters, of_fsdp1, rtol=0, atol=0)
     # What peft opens goes on with the loss of the run's next step.
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)

@@ -86,9 +86,8 @@ class Site:
         for i, machine in enumerate(self.machines):
             ip("link", "add", interface, "netns", machine.space, "type", "veth", "peer", "name", f"{bridge}p{i}")
             ip("link", "set", f"{bridge}p{i}", "master", bridge, "up")
-            at_once = (
-                ["nodad"] if ":" in addresses[i] else []
-            )  # else IPv6 takes two seconds to look for another like it
+            # else IPv6 takes two seconds to look for another like it
+            at_once = ["nodad"] if ":" in addresses[i] else []
             ip("-n", machine.space, "addr", "add", addresses[i], "dev", interface, *at_once)
             ip("-n", machine.space, "link", "set", interface, "up")
 

@@ -337,9 +337,7 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Sit
 
 
 @pytest.mark.nightly
-def test_state_is_carried_to_other_ranks_past_what_heals_and_from_a_host_that_dies(
-    apart: tuple[Site, SshServers],
-) -> None:
+def test_state_is_carried_to_other_ranks_past_what_heals_and_from_a_host_that_dies(apart: tuple[Site, SshServers]):
     made, servers = apart
     beta = made.machines[1]
     with Lab.ssh("alpha,beta", ranks_per_host=1, ssh_args=["-F", str(servers.config)], history=False, progress=False,

@@ -238,9 +238,8 @@ def test_the_fastest_and_the_smallest_near_it_and_what_does_not_fit_is_left_out(
     found = recommend(four)
     assert (found.fastest, found.smallest) == ("C", "D")
     assert found.sentences[0].startswith("The fastest that fits is C (shard_grad_op bf16): 2,8")
-    assert "The smallest within 10% of its time is D (full_shard bf16)" in found.sentences[1] and "61.0 MiB" in str(
-        found
-    )
+    assert "The smallest within 10% of its time is D (full_shard bf16)" in found.sentences[1]
+    assert "61.0 MiB" in str(found)
     found = recommend(four, limit_bytes=100 * MIB)
     assert found.fastest == found.smallest == "D" and "also the smallest" in str(found)
     assert found.excluded["C"] == "it needs 121 MiB of 100 MiB a rank" and "Not recommended, C: it needs" in str(found)
@@ -266,9 +265,7 @@ def test_noise_is_called_noise():
     assert "50% less memory, time the same but for noise" in same
     nothing = [turned("a", 0, 0.1, 100, {}), turned("b", 1, 0.1, 100, {"forward_prefetch": 1})]
     assert "the same memory, time the same but for noise" in recommend(nothing).toggles[0].sentence
-    faster = [
-        turned(label, i, s, 100, {"forward_prefetch": i}) for i, (label, s) in enumerate((("a", 0.1), ("b", 0.08)))
-    ]
+    faster = [turned("ab"[i], i, s, 100, {"forward_prefetch": i}) for i, s in enumerate((0.1, 0.08))]
     said = recommend(faster).toggles[0].sentence
     assert said.startswith("forward prefetch 1 instead of forward prefetch 0: the same memory, 20% less time")
 

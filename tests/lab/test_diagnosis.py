@@ -107,9 +107,7 @@ CASES: tuple[Case, ...] = (
 
 
 @pytest.mark.parametrize(("cause", "changes", "told", "named"), CASES)
-def test_a_cause_is_named_beyond_its_limit(
-    cause: Cause, changes: dict[str, Any], told: dict[str, Any], named: int
-) -> None:
+def test_a_cause_is_named_beyond_its_limit(cause: Cause, changes: dict[str, Any], told: dict[str, Any], named: int):
     spec = Spec().replace(**changes)
     assert causes(spec, steps(spec, **told)) == [cause] * named
 

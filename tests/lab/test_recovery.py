@@ -91,9 +91,7 @@ def test_a_killed_rank_is_replaced_and_the_curve_is_that_of_an_undisturbed_run(
 
 
 @pytest.mark.slow
-def test_a_run_that_a_comparison_suspends_goes_on_bit_for_bit(
-    lab: Lab, undisturbed: dict[int, float], tmp_path: Path
-) -> None:
+def test_a_run_that_a_comparison_suspends_goes_on_bit_for_bit(lab: Lab, undisturbed: dict[int, float], tmp_path: Path):
     """Though a rank is lost meanwhile, and with it the state of the run: it was saved before."""
     run = lab.run(**SMALL, steps=STEPS, recover=True, save=tmp_path)
     until(lambda: run.step > 3)

@@ -14,14 +14,7 @@ from fsdp_lab.base.hardware import gpu_of_device
 from fsdp_lab.models import flops
 from fsdp_lab.models.build import build_skeleton
 from fsdp_lab.models.configs import resolve
-from fsdp_lab.models.flops import (
-    BestPeak,
-    Peak,
-    count_flops,
-    device_peak,
-    empty_batch,
-    measured_peak,
-)
+from fsdp_lab.models.flops import BestPeak, Peak, count_flops, device_peak, empty_batch, measured_peak
 from fsdp_lab.models.presets import facts_of
 from fsdp_lab.spec.spec import Strategy
 from tests.covering import tiered

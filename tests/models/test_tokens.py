@@ -120,9 +120,8 @@ def test_a_padded_sample_is_a_row(tmp_path: Path, folder: str) -> None:
 def test_lines_of_a_text_are_samples_where_they_are_padded(tmp_path: Path, folder: str) -> None:
     (tmp_path / "lines.txt").write_text("w1 w2\n\nw3\n")
     for tokenizer, begin in ((folder, [*ids(1, 2), END]), ("bytes", [b + 3 for b in b"w1 w2"] + [1])):
-        workload = Workload(
-            model=GPT2, data=str(tmp_path / "lines.txt"), tokenizer=tokenizer, packing="padded", seq_len=8
-        )
+        lines = str(tmp_path / "lines.txt")
+        workload = Workload(model=GPT2, data=lines, tokenizer=tokenizer, packing="padded", seq_len=8)
         found = rows(workload)["input_ids"]
         assert len(found) == 2 and found[0, : len(begin)].tolist() == begin
 
@@ -234,9 +233,8 @@ def test_a_chats_tools_calls_and_parts_are_those_of_the_template_alone(tmp_path:
     tools = [{"type": "function", "function": {"name": "w9", "parameters": {"a": {"type": "string"}}}}]
     table = pa.Table.from_pylist([{"messages": said, "tools": tools}, {"messages": said[1:2] + said[4:]}])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    datasets.Dataset(table.drop(["tools"]).append_column("tools", [[json.dumps(tools), None]])).save_to_disk(
-        tmp_path / "b"
-    )
+    told = table.drop(["tools"]).append_column("tools", [[json.dumps(tools), None]])
+    datasets.Dataset(told).save_to_disk(tmp_path / "b")
     (tmp_path / "c.jsonl").write_text(
         json.dumps({"messages": said, "tools": tools}) + "\n" + json.dumps({"messages": said[1:2] + said[4:]})
     )
@@ -519,9 +517,7 @@ def test_what_json_can_hold_is_what_the_tokenizer_gets(tmp_path: Path, folder: s
 
 
 @pytest.mark.parametrize("kind", ["file", "stream", "saved"])
-def test_a_wrong_byte_in_an_arrow_file_is_refused_and_not_read_past_its_end(
-    tmp_path: Path, folder: str, kind: str
-) -> None:
+def test_a_wrong_byte_in_an_arrow_file_is_refused_and_not_read_past_its_end(tmp_path: Path, folder: str, kind: str):
     """Without the check this one reads what lies behind the text, and a larger one ends the process."""
     rows, path = pa.table({"text": ["w1", "w2"]}), tmp_path / "some.arrow"
     if kind == "saved":

@@ -45,9 +45,8 @@ SPECS = {name: Spec(world_size=2).replace(**{"model": "gpt2-1m", "seq_len": 128,
 
 def planned(spec: Spec) -> MemoryPlan:
     w = spec.workload
-    shape = shape_for(
-        w.model, "block" if spec.strategy.backend == "ddp" else spec.strategy.wrap, w.freeze, w.adapters, w.dropout
-    )
+    wrap = "block" if spec.strategy.backend == "ddp" else spec.strategy.wrap
+    shape = shape_for(w.model, wrap, w.freeze, w.adapters, w.dropout)
     return memory(spec, shape, device="cpu")
 
 

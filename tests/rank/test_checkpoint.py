@@ -240,9 +240,7 @@ def test_a_full_disk_is_said_and_training_goes_on(pool: Pool, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_what_cannot_be_resumed_is_refused_on_all_ranks_alike(
-    pool: Pool, undisturbed: list[Any], tmp_path: Path
-) -> None:
+def test_what_cannot_be_resumed_is_refused_on_all_ranks_alike(pool: Pool, undisturbed: list[Any], tmp_path: Path):
     good = Path(undisturbed[0][0][2]["path"])
     cut = shutil.copytree(good, tmp_path / good.name)
     file = next(cut.glob("*.safetensors"))
@@ -316,9 +314,8 @@ def _killed_at_each_moment(place: Place, root: str) -> list[tuple[int, int, bool
 
             def count_down(event: str, args: Any) -> None:
                 nonlocal left
-                writes = event in ("os.mkdir", "os.rename", "shutil.rmtree") or (
-                    event == "open" and "w" in str(args[1])
-                )
+                opens = event == "open" and "w" in str(args[1])
+                writes = opens or event in ("os.mkdir", "os.rename", "shutil.rmtree")
                 left -= writes and root in str(args[0])
                 if left < 0:
                     signal.raise_signal(signal.SIGKILL)  # which is no audited event itself

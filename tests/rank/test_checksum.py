@@ -76,9 +76,8 @@ def test_it_is_exact_of_a_large_tensor(shape: tuple[int, ...]) -> None:
     """Of which torch sums the squares one after the other, in fp32, where it is asked for the norm of all at once."""
     t = random(*shape)
     for one in (t, t.t() if t.dim() == 2 else t, t.reshape(-1)):
-        assert float(squared_norm([one], torch.device("cpu"))) == pytest.approx(
-            float(one.double().square().sum()), rel=1e-13
-        )
+        exact = float(one.double().square().sum())
+        assert float(squared_norm([one], torch.device("cpu"))) == pytest.approx(exact, rel=1e-13)
 
 
 def test_it_has_the_same_bits_however_the_elements_are_cut() -> None:

@@ -184,9 +184,7 @@ def test_all_ranks_end_after_the_same_step(pool: Pool, undisturbed: list[Any], w
 
 
 @pytest.mark.parametrize(("what", "ends"), [("killed, vote not cast", AT), ("killed, vote cast", AT + 1)])
-def test_a_killed_rank_leaves_whole_steps(
-    pool: Pool, undisturbed: list[Any], tmp_path: Path, what: str, ends: int
-) -> None:
+def test_a_killed_rank_leaves_whole_steps(pool: Pool, undisturbed: list[Any], tmp_path: Path, what: str, ends: int):
     with pytest.raises(RankError, match="process ended"):
         pool.run(simulated, 2, _disturbed, what, str(tmp_path / "found"), reduction=None)
     said, step, state, events = pickle.loads((tmp_path / "found").read_bytes())

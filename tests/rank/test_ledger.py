@@ -182,9 +182,7 @@ def test_every_byte_has_a_class_under_every_strategy_and_what_is_offloaded_is_no
 
 
 @pytest.mark.slow
-def test_recompute_keeps_the_inputs_of_blocks_alone(
-    events: dict[str, StepEvent], by_strategy: dict[str, StepEvent]
-) -> None:
+def test_recompute_keeps_the_inputs_of_blocks_alone(events: dict[str, StepEvent], by_strategy: dict[str, StepEvent]):
     plain, again = events["lab"], by_strategy["recompute"]
     kept = 4 * BATCH * SEQ * WIDTH + torch.get_rng_state().nbytes  # so that dropout repeats itself
     ends = [at(again, "forward", f"transformer.h.{i}").activations_bytes for i in range(LAYERS)]

@@ -120,9 +120,7 @@ def _values(s: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_a_misfit_is_refused_by_all_ranks_and_a_checkpoint_needs_no_folder_and_is_one(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_a_misfit_is_refused_by_all_ranks_and_a_checkpoint_needs_no_folder_and_is_one(pool: Pool, tmp_path: Path):
     folder = tmp_path / "model"
     filled("gpt2-1m", 3).save_pretrained(folder / "weights")  # type: ignore[operator]
     shutil.copy(folder / "weights" / "config.json", folder)
@@ -201,13 +199,10 @@ STEPS = 4
 
 
 @pytest.mark.slow
-def test_all_backends_and_a_live_switch_train_the_same_adapters_in_the_memory_of_theory_and_of_the_plan(
-    pool: Pool,
-) -> None:
+def test_all_backends_and_a_live_switch_train_the_same_adapters_in_the_memory_of_theory_and_of_the_plan(pool: Pool):
     """They begin with the loss of the model alone."""
-    calls = [
-        c for kind in ADAPTED for c in (apply(spec(**kind, lora=LORA), fresh=True), train(STEPS, checks=range(STEPS)))
-    ]
+    steps = train(STEPS, checks=range(STEPS))
+    calls = [c for kind in ADAPTED for c in (apply(spec(**kind, lora=LORA), fresh=True), steps)]
     for i, kind in enumerate(ADAPTED):
         calls += [apply(spec(**kind, lora=LORA), fresh=i == 0), train(1, checks=[i])]
     by_rank = play(pool, 2, *calls, apply(spec(), fresh=True), train(2, checks=range(2)), reduction="rank_ordered")

@@ -18,11 +18,8 @@ KINDS: list[dict[str, Any]] = [{"backward_prefetch": 2, "forward_prefetch": 1, "
                                {"backend": "fsdp2", "forward_prefetch": 1},
                                {"backend": "fsdp1", "sharding": "shard_grad_op", "recompute": "every:2"}, DDP,
                                {"sharding": "zero1", "offload": "optimizer"}]  # fmt: skip
-ASKED: list[dict[str, Any]] = [
-    {"dropout": "config"},
-    COSINE,
-    {"param_groups": GROUPS},
-]  # each of which changes the losses
+# each of which changes the losses
+ASKED: list[dict[str, Any]] = [{"dropout": "config"}, COSINE, {"param_groups": GROUPS}]
 SAME = ("step", "samples", "mean_loss", "grad_norm")
 
 

@@ -182,9 +182,7 @@ def test_switches_do_not_disturb_the_loss(pool: Pool) -> None:
     assert [e.first_after_switch for e in switched] == [True, False] * 4
 
 
-def test_a_light_change_rebuilds_nothing_and_as_many_reductions_are_made_as_micro_batches_communicate(
-    pool: Pool,
-) -> None:
+def test_a_light_change_rebuilds_nothing_and_as_many_reductions_are_made_as_micro_batches_communicate(pool: Pool):
     parts = [(spec(accumulate=5, sync=sync), 1) for sync in ("last", "every", 2, 3)]
     of_ddp = [(spec(**DDP, accumulate=3, sync=sync), 1) for sync in ("last", "every")]
     ((*mine, last, every), _), answers = follow(

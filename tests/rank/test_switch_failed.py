@@ -99,9 +99,8 @@ def _aborted(place: Place, given: dict[str, Any]) -> Any:
     with running(place, given, reduction="rank_ordered") as s:
         losses = [e["mean_loss"] for e in s.train(2)["events"]]
         s.suspend()
-        failing = (
-            mock.patch.object(lifecycle, "build", side_effect=ZeroDivisionError) if place.rank == 1 else nullcontext()
-        )
+        patch = mock.patch.object(lifecycle, "build", side_effect=ZeroDivisionError)
+        failing = patch if place.rank == 1 else nullcontext()
         with failing, pytest.raises((ZeroDivisionError, RuntimeError)):
             s.resume("run")
         step = s.resume("run")["step"]

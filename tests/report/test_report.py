@@ -133,9 +133,8 @@ def test_curves_of_long_runs_are_bounded_and_say_so():
     charts = {c.name: c for c in curves([Course.of(0, row, run)], "note")}
     source = next(r.data_source for r in charts["loss"].root.renderers if "value" in r.data_source.data)
     assert MOST_POINTS * 0.6 < len(source.data["value"]) <= MOST_POINTS
-    assert "Of long runs a point is the median of 3 steps." in charts["loss"].note and charts["loss"].note.endswith(
-        "note"
-    )
+    said = charts["loss"].note
+    assert "Of long runs a point is the median of 3 steps." in said and said.endswith("note")
 
 
 def test_curves_of_times_leave_out_what_medians_leave_out():

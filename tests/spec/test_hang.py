@@ -11,9 +11,8 @@ from fsdp_lab.base.hang import Hang, Heartbeat, Issued, LongWork, diagnose, limi
 
 
 def issued(ordinal: int, kind: str = "all_gather", unit: str = "h.3", group: str = "world", **more: Any) -> Issued:
-    return Issued(
-        **{"sequence": ordinal, "kind": kind, "group": group, "size": 4, "ordinal": ordinal, "unit": unit, **more}
-    )
+    of = {"sequence": ordinal, "kind": kind, "group": group, "size": 4, "ordinal": ordinal, "unit": unit}
+    return Issued(**{**of, **more})
 
 
 def beat(rank: int, pending: Issued | None = None, waited_s: float = 9.0, **more: Any) -> Heartbeat:
@@ -120,9 +119,8 @@ def test_long_work_excuses_no_rank_of_another_group_and_none_that_is_stopped():
 
 
 def test_a_rank_that_works_longer_than_that_work_may_take_is_named_with_it():
-    hang = diagnosed(
-        beat(0, issued(16), 1000.0, peers=(0, 1)), beat(1, work=LongWork.DRAW.text, since_work_s=5.1), limit_s=5.0
-    )
+    draws = beat(1, work=LongWork.DRAW.text, since_work_s=5.1)
+    hang = diagnosed(beat(0, issued(16), 1000.0, peers=(0, 1)), draws, limit_s=5.0)
     assert hang.absent == (1,) and "is an earlier all_gather of unit h.3, and it draws initial values" in hang.sentence
     assert beat(1, work="compiles").silent_s > 100 * beat(1).silent_s, "native code may hold the interpreter meanwhile"
 
@@ -137,9 +135,8 @@ def test_payloads_may_differ_where_they_may():
 def test_of_many_ranks_a_few_are_written_out():
     peers = tuple(range(64))
     hang = diagnosed(beat(0, issued(16), peers=peers), *(beat(r) for r in range(1, 64)))
-    assert (
-        hang.ranks == peers[1:] and "ranks 1, 2, 3 and 60 more did not join" in hang.sentence and len(hang.stacks) == 3
-    )
+    assert hang.ranks == peers[1:] and len(hang.stacks) == 3
+    assert "ranks 1, 2, 3 and 60 more did not join" in hang.sentence
 
 
 @pytest.mark.parametrize("hang_s", [0, -1, math.nan, math.inf, "3", True, 60, 61.5])

@@ -18,9 +18,8 @@ from fsdp_lab.spec.workload import Workload
 
 dtypes = st.sampled_from(vocabulary.DTYPES)
 roles = {"param": dtypes, "reduce": dtypes, **dict.fromkeys(("output", "buffer", "norm"), st.none() | dtypes)}
-precisions = st.sampled_from(sorted(PRECISIONS)) | st.builds(
-    Precision, keep_low_precision_gradients=st.booleans(), **roles
-)
+roles["keep_low_precision_gradients"] = st.booleans()
+precisions = st.sampled_from(sorted(PRECISIONS)) | st.builds(Precision, **roles)
 # Values that fields take, alone or beside others.
 GOOD: dict[str, list[Any]] = {
     "backend": [*vocabulary.BACKENDS], "sharding": [*vocabulary.SHARDINGS], "precision": [*PRECISIONS],
@@ -313,9 +312,8 @@ def test_fields_that_are_off_are_left_out_unless_all_are():
     flat = Spec().replace(offload="all").flat()
     assert describe_fields(flat, ("compile", "offload", "clip_norm")) == "offload all"
     assert describe_fields(flat, ("compile", "clip_norm")) == "no compile no clip norm"
-    assert describe_fields({**flat, "forward_prefetch": 0}, ("offload", "forward_prefetch")) == (
-        "offload all forward prefetch 0"
-    )
+    told = describe_fields({**flat, "forward_prefetch": 0}, ("offload", "forward_prefetch"))
+    assert told == "offload all forward prefetch 0"
 
 
 def test_changes_as_text():

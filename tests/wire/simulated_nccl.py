@@ -44,10 +44,8 @@ class Gate:
     """Opened once. `wait` blocks in `pthread_cond_wait`, which no signal ends."""
 
     def __init__(self) -> None:
-        self._mutex, self._condition = (
-            ctypes.create_string_buffer(64),
-            ctypes.create_string_buffer(64),
-        )  # all zero: ready
+        # all zero: ready
+        self._mutex, self._condition = (ctypes.create_string_buffer(64), ctypes.create_string_buffer(64))
         self.is_open, self.opened_s = False, 0.0
 
     def open(self) -> None:

@@ -44,10 +44,8 @@ SHARES = ("matrix",)  # at most 1
 OUTLIER = 0.1
 PRIOR = 0.02  # a weak pull towards START, for parameters on which no row depends
 ROUNDS, CHORDS = 9, 3  # Gauss-Newton steps; how many share a Jacobian
-FOLD_ROUNDS, CONVERGED = (
-    12,
-    2e-3,
-)  # if a fold is left out: most steps from the solution of all rows; the last one's size
+# if a fold is left out: most steps from the solution of all rows; the last one's size
+FOLD_ROUNDS, CONVERGED = 12, 2e-3
 
 
 def fit_rates(cases: Sequence[PublishedCase]) -> Rates:

@@ -313,9 +313,8 @@ def _machine(reader: _Reader, ranks: int, per_host: int) -> Machine:
     text, memory, network_text = reader.text("gpu"), reader.number("gpu_mem_gb"), reader.text("interconnect")
     gpu = _first(_GPUS, text)
     if gpu is None:
-        raise ArgumentError(
-            "gpu", f"{text or 'nothing'!r} is not known", f"use one of {', '.join(n for _, n in _GPUS)}"
-        )
+        known = ", ".join(name for _, name in _GPUS)
+        raise ArgumentError("gpu", f"{text or 'nothing'!r} is not known", f"use one of {known}")
     if gpu == "a100-80" and memory is not None and memory < 60:
         gpu = "a100-40"
     elif gpu == "h100" and memory is not None and 90 <= memory <= 100:

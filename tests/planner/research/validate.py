@@ -302,9 +302,8 @@ def lines(d: Mapping[str, Any], constant: Mapping[str, Mapping[str, float]]) -> 
 
 def memory_lines(rows: Sequence[MemoryRow]) -> list[str]:
     """Errors by kind and source, as text, with and without the rows that no Spec describes."""
-    text = [
-        f"Bands of memory, each made without its source: the 80 % band holds {memory_coverage(rows):.0%} of the rows."
-    ]
+    held = f"the 80 % band holds {memory_coverage(rows):.0%} of the rows."
+    text = [f"Bands of memory, each made without its source: {held}"]
     for kind in dict.fromkeys(row.kind for row in rows):
         of_kind = [row for row in rows if row.kind == kind]
         explained = [row for row in of_kind if row.is_explained]
