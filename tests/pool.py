@@ -5,8 +5,7 @@
 a rank does not answer in time, what its threads do is in the error, and all ranks are replaced: the next run finds
 none that is still busy with this one.
 
-The ranks are forked from a server process that imports torch and transformers once and starts no thread of Gloo.
-"""
+The ranks are forked from a server process that imports torch and transformers once and starts no thread of Gloo."""
 
 import faulthandler
 import gc

@@ -1,7 +1,6 @@
 """The backends compute the same thing: in fp32, on the rank-ordered wire, equal bit for bit.
 
-Ours against FSDP2 and DDP, over models and strategies, is in tests/engine/test_parity.py.
-"""
+Ours against FSDP2 and DDP, over models and strategies, is in tests/engine/test_parity.py."""
 
 import gc
 import weakref

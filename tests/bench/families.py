@@ -3,8 +3,7 @@
 Note: each family trains three steps on two ranks with what its config draws: by the lab's engine, again, resumed after the
 first step, and under each backend. It *trains* if no number differs: losses and values bit for bit, under FSDP1 and DDP
 losses to 1e-5. It is *refused* where the lab says why. It has *no small config* where transformers alone does not compute it
-either. All else has *failed*.
-"""
+either. All else has *failed*."""
 
 import argparse
 import re

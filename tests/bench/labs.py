@@ -1,8 +1,7 @@
 """The benches that run on a lab: plan and memory.
 
 Note: what is compared in `plan`. Every round calibrates anew; the steps of all Specs are timed in turns with the
-calibration runs, so that the machine's drift affects both alike. No Spec that is compared is calibrated on.
-"""
+calibration runs, so that the machine's drift affects both alike. No Spec that is compared is calibrated on."""
 
 import argparse
 import time

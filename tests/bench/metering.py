@@ -7,8 +7,7 @@ the error is computed from the differences between launches.
 Note: parts. Each rank times what it does beyond a plain step. The vote counts as long as on the rank that comes last to it.
 The one wait for a GPU is in no part, but in the norm where ranks share it. The rest is the wire, and what differs between
 two builds of one form. The only ledger step is a form's third, which is not counted; its time is spread over
-`LEDGER_STEPS` steps.
-"""
+`LEDGER_STEPS` steps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """A lab without processes: plausible events from a thread, so that the dashboard can be tested and looked at by itself.
 
-It has the members of `fsdp_lab.lab.Lab` and `Run` that the dashboard uses, and nothing behind them.
-"""
+It has the members of `fsdp_lab.lab.Lab` and `Run` that the dashboard uses, and nothing behind them."""
 
 from __future__ import annotations
 

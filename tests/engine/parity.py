@@ -141,8 +141,7 @@ def _as_views(model: nn.Module) -> None:
 
     Where a tensor goes into several blocks (T5's encoder output, its position biases), autograd adds up its gradients.
     A view in between makes it add up those of one block first, then blocks; without, it takes them one by one, and the
-    sum is rounded elsewhere.
-    """
+    sum is rounded elsewhere."""
 
     def through(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return map_tensors(lambda t: t.view_as(t) if t.requires_grad else t, (args, kwargs))

@@ -9,8 +9,7 @@ vector clocks (Fidge 1988). Each stream has a clock, and so has the host; a wait
 to a stream follows what it did before. Two accesses of one memory, of which one writes, must be ordered; so must all
 accesses of memory that was freed, and the next allocation from the same pool. This covers every order at once.
 
-A wait can be left out (`without`): then it must be noticed.
-"""
+A wait can be left out (`without`): then it must be noticed."""
 
 from __future__ import annotations
 
@@ -180,8 +179,7 @@ class SimulatedDevice(TorchDispatchMode):
         waits: how often each wait was made.
         counts: of streams, events, marks, copies between host and device, collectives, and synchronisations of the host.
         races: two accesses of one memory that could happen in either order, in words. The ranks go on, as they do on a
-            device: one that stopped would leave the others in a collective.
-    """
+            device: one that stopped would leave the others in a collective."""
 
     def __init__(self, *, without: Wait | None = None) -> None:
         super().__init__()

@@ -1,7 +1,6 @@
 """The engine in memory that ranks share: nobody reads what was freed, or what comes too early or too late.
 
-Also where gathered parameters are the shards of all ranks where they lie, and nothing is copied.
-"""
+Also where gathered parameters are the shards of all ranks where they lie, and nothing is copied."""
 
 import random
 import re

@@ -7,8 +7,7 @@ asks for bf16 buffers ours has the bits of FSDP1.
 
 A run that goes from ours to every other backend and back has the same bits as one that never left, but where it passes
 through hybrid sharding or low precision: it is compared with one of FSDP2's that does in test_parity_session.py (the
-trainer: clipping, gradient norms, the scaler). test_properties.py has a second oracle.
-"""
+trainer: clipping, gradient norms, the scaler). test_properties.py has a second oracle."""
 
 import shutil
 from typing import Any
@@ -63,8 +62,7 @@ def test_every_model_in_several_world_sizes(outcomes: Outcomes, model: str, worl
 
     In T5 several blocks share an input (the encoder's output, position biases). FSDP2 and ours let blocks see inputs
     through views, and so their gradients are added up block by block; DDP must do the same, or its sums are rounded
-    elsewhere.
-    """
+    elsewhere."""
     options = {"optimizer": of_model(model, world_size)}
     ddp = plan((spec(model, world_size, backend="ddp", **options), STEPS), views=model == "t5")
     fsdp2 = reference(outcomes, model, world_size, **options)
@@ -160,8 +158,7 @@ def test_accumulation_in_hybrid_sharding(outcomes: Outcomes) -> None:
 def test_compiled_blocks(outcomes: Outcomes) -> None:
     """Against FSDP2 with the same compiled blocks: kernels that compute several operations at once round elsewhere.
 
-    One rank comes first: what it compiles is found again by two, none of which then waits long for the other.
-    """
+    One rank comes first: what it compiles is found again by two, none of which then waits long for the other."""
     options = {"compile": True, "optimizer": "sgd"}
     for world_size in (1, 2):
         lab = steady("llama tied", world_size, backend="lab", sharding="zero1", offload="optimizer", **options)

@@ -117,8 +117,7 @@ def test_a_training_moves_whole(follow: Follow) -> None:
 
     Losses and parameters have equal bits: so the data went on where it was, moments and their count of steps came along, and
     the fp32 masters were neither lost in bf16 nor by the way of hybrid sharding. Neither switches nor steps draw
-    random numbers.
-    """
+    random numbers."""
     turns: list[tuple[dict[str, Any], int]] = [
         ({}, 1), ({"sharding": "hybrid_shard"}, 2), ({}, 3), ({"precision": "bf16"}, 1),
         ({"micro_batch": 1, "accumulate": 2}, 1),

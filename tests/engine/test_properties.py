@@ -1,7 +1,6 @@
 """Over random models and strategies: what goes into a sharded model comes out of it, bit for bit.
 
-Hypothesis draws several models for each run of the ranks; what fails is told by the number of its case.
-"""
+Hypothesis draws several models for each run of the ranks; what fails is told by the number of its case."""
 
 from __future__ import annotations
 
@@ -364,8 +363,7 @@ class Naive:
 
     Every rank keeps its part of each parameter and no more; a step gathers all of them, computes, gathers all gradients,
     sums them in the order of ranks, divides, and lets each rank update its part. `factor` F: gradients
-    are averaged over each F neighbours first, then across; W for plain sharding.
-    """
+    are averaged over each F neighbours first, then across; W for plain sharding."""
 
     def __init__(self, model: nn.Module, make: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
                  factor: int | None = None):  # fmt: skip

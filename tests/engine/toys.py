@@ -171,8 +171,7 @@ def train_beside(
     """Train `model`, sharded by `shard`, and a plain copy of it, and compare every loss and every parameter, bit for bit.
 
     `at_step` is called on both before each step, `before_update` on the sharded one; `held` is what its optimizer is given.
-    Returns both. With two ranks a sum has the same bits in any order.
-    """
+    Returns both. With two ranks a sum has the same bits in any order."""
     plain = copy.deepcopy(model)
     shard(model)
     before = [p.detach().clone() for p in plain.parameters() if p.requires_grad]

@@ -1,8 +1,7 @@
 """The notebooks run on real ranks, and are saved as a page without a kernel can show them.
 
 One kernel and one lab serve all of them, in small: fewer steps, and a calibration that is made up. 01 runs in a page
-(tests/browser/test_notebook.py).
-"""
+(tests/browser/test_notebook.py)."""
 
 import json
 import re

@@ -10,8 +10,7 @@ dispatch mode sees to that. A work holds its tensors, and its failure is reporte
 
 Floats of 32 bits and fewer are "on the device"; other tensors, such as the lab's votes, are the host's and go over Gloo.
 
-`simulated(place, function, ...)` is for `pool.run`: it calls the function in a rank whose NCCL is simulated.
-"""
+`simulated(place, function, ...)` is for `pool.run`: it calls the function in a rank whose NCCL is simulated."""
 
 from __future__ import annotations
 

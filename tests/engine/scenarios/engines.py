@@ -15,8 +15,7 @@ absolute values. Scripts compute in float64 (u = 1.1e-16) with n <= 512 and S <=
 d = 1.2e-13. Adam moves a parameter by lr g / (|g| + eps), which changes by lr d / eps at most; with lr <= 1e-2, eps >= 1e-8
 and at most 8 steps that sums to 8 * 1e-2 * 1.2e-13 / 1e-8 = 9e-7. It is the worst of all optimizers here: for plain descent
 the factor 1 / eps is 1. Hence `BOUND` = 1e-6, where one step of lr 1e-2 moves a parameter by 1e-2. A script with a larger
-u (fp32 inside a model, bf16, fp16) uses plain descent, and has a bound of its own, by the same rule without 1 / eps.
-"""
+u (fp32 inside a model, bf16, fp16) uses plain descent, and has a bound of its own, by the same rule without 1 / eps."""
 
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -53,8 +53,7 @@ def penalty_on_real_data(e: Engine) -> None:
 def adaptive_weight(e: Engine) -> None:
     """The second of two losses weighs as much as the first, by their gradients at the last layer, as in VQGAN.
 
-    `torch.autograd.grad` of a parameter gives a rank's own gradient, which the script averages, as it must under DDP.
-    """
+    `torch.autograd.grad` of a parameter gives a rank's own gradient, which the script averages, as it must under DDP."""
 
     def loss(e: Engine, model: Any, i: int) -> Tensor:
         out = model(inputs(e, i))

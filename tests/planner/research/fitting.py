@@ -8,8 +8,7 @@ fitted to a single row or source.
 `fit_errors`: the uncertainties and quantiles of `fsdp_lab.planner.bands`, from rows predicted without their own source;
 `coverage`: how many rows of each source lie in a band that was made without it. Sizes are chosen from `GRID`, one kind after
 the other, for the least interval score of the 80 % band (Gneiting and Raftery, 2007, section 6.2: its width, and ten times
-the distance of each row outside). A source of n rows weighs as sqrt(n), since its rows err together.
-"""
+the distance of each row outside). A source of n rows weighs as sqrt(n), since its rows err together."""
 
 from __future__ import annotations
 

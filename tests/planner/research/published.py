@@ -1,8 +1,7 @@
 """Published measurements as cases to predict (`PublishedCase`). What a row does not give is assumed, and listed.
 
 The columns are those of `data/fsdp_measurements.csv`. A row is refused, with the reason, if it gives too little (no model
-shape, no number of GPUs) or is of another kind of parallelism.
-"""
+shape, no number of GPUs) or is of another kind of parallelism."""
 
 import csv
 import math

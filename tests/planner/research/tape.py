@@ -8,8 +8,7 @@ model is compiled. Fused attention saves its inputs, its output and one number p
 its scores, of a Llama or a T5 in fp32, for which a T5 copies the scores; a GPT and a T5 are trained with dropout, whose mask
 and result are saved. A T5's biases by position, and their gradients, stay allocated for all of its blocks, in fp32, as the
 mask in them has the dtype of the shards. Logits and their gradient are copied to fp32 for the loss, unless the model is
-compiled.
-"""
+compiled."""
 
 import itertools
 from collections.abc import Generator, Iterator, Sequence, Set
@@ -62,8 +61,7 @@ class Software:
     `holds_scores`: the peak includes the matrix of scores, although the step is as fast as with a fused kernel.
     `returns_cache`: a T5's decoder returns the keys and values of all its blocks (transformers' `use_cache`, on by default);
     they live until the forward ends.
-    `first_step`: the peak is that of the first step, whose update is the first to allocate the optimizer's state.
-    """
+    `first_step`: the peak is that of the first step, whose update is the first to allocate the optimizer's state."""
 
     attention: Attention = Attention.FLASH2
     operators: bool = False

@@ -1,8 +1,7 @@
 """Predictions against published measurements: `validate` of step times, `checks` of ratios, `memory_rows` of peak memory.
 
 `validate` is a cross-validation. Each fold leaves out one source; the largest source, llm-foundry, is split by GPU and model
-size. Errors are averaged over rows, and over sources first, so that two hundred rows of one source do not decide alone.
-"""
+size. Errors are averaged over rows, and over sources first, so that two hundred rows of one source do not decide alone."""
 
 from __future__ import annotations
 
