@@ -33,8 +33,6 @@ def spec_of(name: str, args: dict[str, Any], backend: str = "lab", ranks: int = 
 
 
 # -- what is known of torch's classes ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_arguments_are_those_of_the_class_with_its_defaults(name: str) -> None:
     _, known = _KNOWN[name]
@@ -47,8 +45,6 @@ def test_the_arguments_are_those_of_the_class_with_its_defaults(name: str) -> No
 
 
 # -- every backend -------------------------------------------------------------------------------------------------------
-
-
 def assert_near(got: Outcome, wanted: Outcome) -> None:
     """As far as rounding explains. The median: AdamW steps by lr, 0.01, also where a gradient is nothing but rounding."""
     for mine, theirs in zip(got.losses, wanted.losses, strict=True):
@@ -83,8 +79,6 @@ def test_torch_has_none_of_these_for_the_parameters_of_fsdp2(name: str, kernel: 
 
 
 # -- switches --------------------------------------------------------------------------------------------------------------
-
-
 def _states(place: Place, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of each Spec, one after the other: the state of its last parameter after a step."""
     backend, found = None, list[dict[str, Any]]()
@@ -110,7 +104,6 @@ def test_other_arguments_keep_what_they_share_and_begin_the_rest(pool: Pool) -> 
 
 
 # -- every other class of torch.optim ------------------------------------------------------------------------------------
-
 MORE: list[tuple[str, dict[str, Any]]] = [
     ("Adam", {"amsgrad": True}), ("Adam", {"decoupled_weight_decay": True}), ("RMSprop", {}), ("NAdam", {}), ("RAdam", {}),
     ("Adagrad", {"initial_accumulator_value": 0.1}), ("RMSprop", {"momentum": 0.9, "centered": True}), ("Adamax", {}),
@@ -165,7 +158,6 @@ def test_what_torch_refuses_is_refused_in_a_sentence(name: str, args: dict[str, 
 
 
 # -- frozen parameters -----------------------------------------------------------------------------------------------
-
 EARLY = ["transformer.wte.*", "transformer.wpe.*", "transformer.h.0.*"]  # nothing needs their backward
 INSIDE = ["transformer.h.*.attn.*", "*.bias"]  # a unit with both kinds
 GROUPS = [
@@ -254,8 +246,6 @@ def test_patterns_that_freeze_nothing_or_everything_are_refused(patterns: list[s
 
 
 # -- rates of their own ----------------------------------------------------------------------------------------------
-
-
 def _live(place: Place, plan_: list[dict[str, Any]]) -> tuple[list[Any], int]:
     built = mock.Mock(wraps=lifecycle.build)
     with mock.patch.object(lifecycle, "build", built):

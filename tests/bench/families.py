@@ -160,8 +160,6 @@ def _smaller(config: Any) -> dict[str, Any]:
 
 
 # -- in a rank ---------------------------------------------------------------------------------------------------------
-
-
 def _tried(place: Place, name: str, folder: str) -> dict[str, Any]:
     """What each run of a family told: its losses and values, or a text, why there are none."""
     warnings.simplefilter("ignore")
@@ -230,8 +228,6 @@ def _alone(name: str) -> str:
 
 
 # -- all of them -------------------------------------------------------------------------------------------------------
-
-
 def families(args: argparse.Namespace) -> dict[str, Any]:
     """Tries these families, or all; says a line for each, and at the end a table. Raises ArgumentError."""
     at_least(args, "jobs", 1)

@@ -37,8 +37,6 @@ def fresh_lab(ranks: int, devices: tuple[str, ...] | None = None) -> AbstractCon
 
 
 # -- plan ------------------------------------------------------------------------------------------------------------
-
-
 def plan(args: argparse.Namespace) -> dict[str, Any]:
     """Calibrates on this machine, then compares predicted step times with measured ones. Raises SpecError, BenchError."""
     at_least(args, "rounds", 1)
@@ -91,8 +89,6 @@ def strategies(base: Spec) -> Iterator[Spec]:
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
-
-
 def memory(args: argparse.Namespace) -> dict[str, Any]:
     """Peak bytes of a step on CPUs by the ledger, of the rank that holds most: beside FSDP2, the planner's, and the
     closed form of ZeRO and FSDP. Raises SpecError, BenchError."""

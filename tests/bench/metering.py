@@ -174,8 +174,6 @@ def overheads(launches: Sequence[Launch], peer: str) -> dict[str, float]:
 
 
 # -- in a rank -----------------------------------------------------------------------------------------------------------
-
-
 def on_rank(rank: BenchRank, job: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """`BuiltForm.result` by form; of metered ones with "parts" and "ledger_s"."""
     plan = cast(Plan, rank.plan)

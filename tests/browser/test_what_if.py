@@ -85,7 +85,6 @@ def test_choose_read_be_refused_search_and_take(warm: Notebook, watched: Callabl
 
 
 # -- without a kernel ------------------------------------------------------------------------------------------------
-
 LISTS = ["--model", "llama-1b,llama-70b", "--hardware", "l40s,h100", "--ranks", "1,8,64,512", "--seq-len", "2048",
          "--sharding", "full_shard,hybrid_shard", "--recompute", "none,full", "--precision", "bf16",
          "--network", "800"]  # fmt: skip

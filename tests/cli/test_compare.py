@@ -168,8 +168,6 @@ def test_ctrl_c_ends_a_run_its_ranks_and_keeps_what_was_measured(tmp_path: Path)
 
 
 # -- `--ssh` and `--slurm`: what they become, and what is refused before anything starts --------------------------
-
-
 def hosts(*words: str):
     parser = argparse.ArgumentParser()
     add_hosts(parser)

@@ -27,8 +27,6 @@ GIB = 1 << 30
 
 
 # -- refusals, and the list --------------------------------------------------------------------------------------------
-
-
 def test_without_a_gpu_it_names_the_way_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert main(["bench", "gpu"]) == 2
@@ -61,8 +59,6 @@ def test_a_commit_that_git_does_not_tell_is_left_out(tmp_path: Path, monkeypatch
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
-
-
 def part(name: str, measure: Any, **more: Any) -> BenchPart:
     return BenchPart(name=name, title=f"the part {name}", limit_s=60, measure=measure, **more)
 
@@ -133,8 +129,6 @@ def test_what_no_time_is_left_for_is_skipped(tmp_path: Path) -> None:
 
 
 # -- what is wrong, is found -------------------------------------------------------------------------------------------
-
-
 def trained(losses: Sequence[float] = (6.0, 5.0), total: int = 7) -> dict[str, Any]:
     kernels = {"count": 1493, "busy_s": 0.025, "exposed_s": None}
     return {"losses": list(losses), "checksum": total, "step_s": 0.1, "peak_bytes": GIB, "kernels": kernels}
@@ -166,8 +160,6 @@ def test_ranks_that_do_not_agree_are_an_error() -> None:
 
 
 # -- on ranks ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_spec_that_fails_hides_no_other(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP1 refuses this without a GPU, on both ranks; the next Spec trains."""

@@ -110,8 +110,6 @@ def ask(url: str, data: dict[str, str] | None = None):
 
 
 # -- `fsdp-lab kernel install` ----------------------------------------------------------------------------------------
-
-
 def test_the_kernel_runs_this_interpreter(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["kernel", "install", "--prefix", str(tmp_path)]) == 0
     described = json.loads((tmp_path / "share/jupyter/kernels/fsdp-lab/kernel.json").read_text())

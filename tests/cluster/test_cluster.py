@@ -152,8 +152,6 @@ def test_a_lost_controller_is_noticed_said_and_replaced(cluster: Cluster):
 
 
 # -- clusters of their own -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_close_ends_a_deaf_rank_and_leaves_nothing(temporary: Path):
     before = set(psutil.Process().children(recursive=True))
@@ -212,8 +210,6 @@ def test_without_a_number_there_is_a_rank_on_each_free_gpu(monkeypatch: pytest.M
 
 
 # -- engines that are forked: each is a process of its own, that ends and is replaced as any other --------------------
-
-
 def servers(cluster: Cluster) -> list[psutil.Process]:
     """The server itself: the engines that it forks have its command line."""
     return [p for p in marked(cluster.token) if MODULE in p.cmdline() and p.pid not in cluster.pids]

@@ -94,8 +94,6 @@ def test_devices_that_cannot_be_had():
 
 
 # -- facts ---------------------------------------------------------------------------------------------------------
-
-
 def test_probe_names_gpus_as_torch_does_and_who_uses_them():
     found = probe(lambda: two_gpus(SOMEBODY), env={})
     assert [g.device for g in found.gpus] == ["cuda:0", "cuda:1"]
@@ -140,8 +138,6 @@ def test_what_our_ranks_hold_in_a_container_makes_no_gpu_busy():
 
 
 # -- what kernel and hosts say to each other, and which host gets which engine; without any host ----------------------
-
-
 def printed(value: dict) -> str:
     output = io.StringIO()
     host_script.reply(value, output)

@@ -36,8 +36,6 @@ def dashboard():
 
 
 # -- what a pin keeps ------------------------------------------------------------------------------------------------
-
-
 def test_figures_are_of_the_strategy_applied_last_and_the_curve_of_the_whole_run():
     before, after = Spec(), Spec().replace(sharding="no_shard")
     run = run_of(before, 40)
@@ -74,8 +72,6 @@ def test_a_long_run_keeps_its_beginning_and_its_end_as_a_curve_that_is_smooth():
 
 
 # -- pins ------------------------------------------------------------------------------------------------------------
-
-
 def test_pins_are_lettered_to_h_and_a_ninth_is_refused(show):
     board, run = show.board, run_of(Spec(), 5)
     with pytest.raises(ArgumentError, match="start a run"):
@@ -136,8 +132,6 @@ def test_pins_survive_a_new_run_and_another_world_size(show):
 
 
 # -- the card --------------------------------------------------------------------------------------------------------
-
-
 def cells(show: Show) -> tuple[tuple[Any, ...], ...]:
     return show.card.captions().table
 
@@ -185,8 +179,6 @@ def test_presses_choose_the_baseline_and_take_rows_away(dashboard):
 
 
 # -- sweeps ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_sweep_keeps_its_pictures_and_shows_whose_turn_it_is(show, monkeypatch):
     """No page is asked to build its plots again; rows and curves of the others stand beside."""
     monkeypatch.setattr("fsdp_lab.dashboard.board.EVERY_S", 0.0)  # rows are worked out with every tick

@@ -372,8 +372,6 @@ def test_a_hang_is_said_while_it_lasts_and_a_failure_once_with_its_stack_to_be_u
 
 
 # -- a text that is asked for ----------------------------------------------------------------------------------------
-
-
 def test_a_text_is_asked_for_while_the_run_trains_and_when_it_is_over():
     lab = FakeLab(2, step_s=0.002)
     form = WritingForm(lab)

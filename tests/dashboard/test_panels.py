@@ -40,8 +40,6 @@ def steps_with(count: int, *, first: int = 0, **changes) -> list[Step]:
 
 
 # -- what it writes -------------------------------------------------------------------------------------------------
-
-
 def test_the_newest_texts_come_first_each_below_its_prompt():
     panel = CompletionsPanel(StepAxis(), 2)
     assert panel.captions().hidden
@@ -61,8 +59,6 @@ def test_the_newest_texts_come_first_each_below_its_prompt():
 
 
 # -- assembling ------------------------------------------------------------------------------------------------------
-
-
 def test_a_silent_rank_does_not_stop_the_plots_and_what_is_left_comes_out_at_the_end():
     assembler = Assembler(patience=2)
     all_steps = steps(4)
@@ -76,8 +72,6 @@ def test_a_silent_rank_does_not_stop_the_plots_and_what_is_left_comes_out_at_the
 
 
 # -- all panels ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("make", PANELS)
 @pytest.mark.parametrize("ranks", [1, 9])
 def test_a_panel_draws_what_it_writes(make, ranks):
@@ -126,8 +120,6 @@ def test_shard_groups_are_said_of_hosts(hosts: int, factor: int, said: str):
 
 
 # -- each ------------------------------------------------------------------------------------------------------------
-
-
 def columns(panel, index: int = 0):
     source = panel.sources[index]
     return {name: source.column(name).tolist() for name in source.numbers}
@@ -396,8 +388,6 @@ def test_the_note_says_what_carries_it_and_how_fast_since_the_last_switch():
 
 
 # -- markers ---------------------------------------------------------------------------------------------------------
-
-
 def test_markers_keep_their_labels_apart():
     frame = StepAxis()
     frame.mark_all([(step, label, f"step {step}") for step, label in ((100, "a"), (105, "b"), (600, "c"))])

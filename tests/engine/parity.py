@@ -98,8 +98,6 @@ def _joined(by_rank: Sequence[Any]) -> Outcome:
 
 
 # -- in a rank -------------------------------------------------------------------------------------------------------
-
-
 def _run(place: Place, plans: list[Plan]) -> list[Any]:
     """For each plan: losses, digest of the parameters, digest of the buffers, and on rank 0 the parameters' values."""
     said = []
@@ -151,8 +149,6 @@ def _as_views(model: nn.Module) -> None:
 
 
 # -- comparisons -----------------------------------------------------------------------------------------------------
-
-
 def assert_equal(got: Outcome, wanted: Outcome) -> None:
     """Every loss of every rank, every parameter, and every rank's buffers, bit for bit."""
     assert got.losses == wanted.losses

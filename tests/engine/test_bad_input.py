@@ -90,8 +90,6 @@ def trains_on(model: Any, place: Place) -> None:
 
 
 # -- meshes and arguments ----------------------------------------------------------------------------------------------
-
-
 def meshes(place: Place) -> None:
     flat = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -168,8 +166,6 @@ def asked_to_shard(place: Place) -> None:
 
 
 # -- what is asked of a sharded model at the wrong time, or of one that is not sharded ---------------------------------
-
-
 def whole(model: Any, **changed: Any) -> dict[str, Any]:
     """All values of a model, but for some (`last_weight` is that of last.weight)."""
     values = {name: t.clone() for name, t in full_state(model)}
@@ -228,8 +224,6 @@ def asked_of_a_model(place: Place) -> None:
 
 
 # -- what cannot be sharded --------------------------------------------------------------------------------------------
-
-
 class Packed(nn.Parameter):
     """Numbers packed into bytes, as quantized layers have them."""
 
@@ -359,8 +353,6 @@ def nothing_to_shard(place: Place) -> None:
 
 
 # -- ranks that build different models ---------------------------------------------------------------------------------
-
-
 def _wider(model: Any) -> None:
     model.blocks[1].up = nn.Linear(WIDTH, 9)
     model.blocks[1].down = nn.Linear(9, WIDTH)
@@ -423,8 +415,6 @@ def test_ranks_that_build_or_shard_differently(pool: Pool, world_size: int, shar
 
 
 # -- parameters changed behind the engine's back -----------------------------------------------------------------------
-
-
 def replaced(place: Place) -> None:
     model = by_block(make())
     step(model, place)
@@ -512,8 +502,6 @@ def written_to_inside_unshard(place: Place) -> None:
 
 
 # -- calls and outputs that would go wrong -----------------------------------------------------------------------------
-
-
 def inner_module_by_itself(place: Place) -> None:
     """It has no hooks of ours, and its parameters are sharded."""
     model = by_block(make())
@@ -637,8 +625,6 @@ def test_collectives_of_a_caller(pool: Pool, over_wire: bool) -> None:
 
 
 # -- state and optimizers ----------------------------------------------------------------------------------------------
-
-
 def state_inside_unshard(place: Place) -> None:
     model, plain = by_block(make()), make()
     with unshard(model):
@@ -822,8 +808,6 @@ def assigned_under_an_optimizer(place: Place) -> None:
 
 
 # -- exceptions in the middle of a step --------------------------------------------------------------------------------
-
-
 def _fail(*_: Any) -> None:
     raise ValueError("trouble in the forward")
 

@@ -294,8 +294,6 @@ def test_a_spec_says_what_does_not_go_with_it() -> None:
 
 
 # -- freed memory, copies, and what users send ---------------------------------------------------------------------------
-
-
 def poison(patch: pytest.MonkeyPatch) -> list[ArenaBlock]:
     """Fills what is free with ones, which are NaN as numbers. Returns a list of what was filled, which grows."""
     filled: list[ArenaBlock] = []

@@ -67,7 +67,6 @@ def batch(rank: int) -> Tensor:
 
 
 # -- every phase of a step -------------------------------------------------------------------------------------------
-
 HYBRID = {"sharding": "hybrid_shard", "shard_size": 2, "precision": "bf16", "limit_reductions": 3}
 SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {  # world size, strategy
     "full_shard of 3": (3, {}),
@@ -245,7 +244,6 @@ def test_shares_and_bytes_sent_are_what_zero_says(pool: Pool) -> None:
 
 
 # -- deferred initialisation -----------------------------------------------------------------------------------------
-
 SLACK_BYTES = 16 * 1024  # names that are compared between ranks, and single elements
 
 

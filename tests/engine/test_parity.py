@@ -78,7 +78,6 @@ def test_on_the_wire_as_users_have_it(outcomes: Outcomes) -> None:
 
 
 # -- strategies do not change the result -----------------------------------------------------------------------------
-
 ELSEWHERE = [{"offload": "optimizer", "sharding": "zero1"},
              {"wrap": "every:2", "forward_prefetch": 2, "backward_prefetch": 2, "offload": "all"},
              {"wrap": "min_params:100", "sharding": "shard_grad_op", "forward_prefetch": 3, "limit_all_gathers": 3},
@@ -103,7 +102,6 @@ def test_when_it_is_gathered_does_not_change_the_result(outcomes: Outcomes) -> N
 
 
 # -- hybrid sharding, and a smaller group between forward and backward ---------------------------------------------------
-
 HYBRIDS = [
     {"sharding": "hybrid_shard"},
     {"sharding": "hybrid_shard", "shard_size": 2, "offload": "all", "forward_prefetch": 2, "recompute": "full"},
@@ -131,8 +129,6 @@ def test_resharding_to_a_smaller_group(outcomes: Outcomes) -> None:
 
 
 # -- accumulation ----------------------------------------------------------------------------------------------------
-
-
 SYNCS = [("every", 2, 3), ("last", 3, 2)]
 
 
@@ -151,8 +147,6 @@ def test_accumulation_in_hybrid_sharding(outcomes: Outcomes) -> None:
 
 
 # -- compiled blocks -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler")
 def test_compiled_blocks(outcomes: Outcomes) -> None:
@@ -170,7 +164,6 @@ def test_compiled_blocks(outcomes: Outcomes) -> None:
 
 
 # -- low precision ---------------------------------------------------------------------------------------------------
-
 PRECISIONS = {"bf16": "bf16", "bf16 sums": Precision(param="bf16", reduce="bf16"), "fp16": "fp16",
               "fp32 sums of fp16": Precision(param="fp16", reduce="fp32"),
               "bf16 sums of fp32": Precision(param="fp32", reduce="bf16"),
@@ -236,7 +229,6 @@ def test_batchnorm_stays_in_fp32(outcomes: Outcomes) -> None:
 
 
 # -- from one backend to another -------------------------------------------------------------------------------------
-
 AROUND = ({"backend": "lab"}, {"backend": "fsdp2", "sharding": "shard_grad_op"},
           {"backend": "lab", "sharding": "zero1", "wrap": "every:2"}, {"backend": "ddp"},
           {"backend": "fsdp1", "wrap": "whole"}, {"backend": "lab", "offload": "all", "recompute": "full"},

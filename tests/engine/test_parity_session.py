@@ -82,7 +82,6 @@ def _follow(place: Place, plan: str, scale: float | None) -> list[Any]:
 
 
 # -- fp16's scaler ---------------------------------------------------------------------------------------------------
-
 FP16 = {"precision": "fp16", "optimizer": "sgd"}
 OVERFLOWS = 2.0**26  # a scale at which no gradient is finite in fp16; it is halved until they are
 
@@ -109,8 +108,6 @@ def test_low_gradients_are_unscaled_in_fp32(follow: Follow) -> None:
 
 
 # -- a whole training moves ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_training_moves_whole(follow: Follow) -> None:
     """Through every backend, hybrid sharding, bf16 and a change of the batch: against FSDP2 in the same turns.

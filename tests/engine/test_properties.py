@@ -36,7 +36,6 @@ from tests.engine.toys import noted, options_of
 from tests.pool import Place, Pool
 
 # -- random trees of modules as data, drawn here and built alike in every rank ----------------------------------------------
-
 WIDTH = 8  # of what goes from module to module: [3, WIDTH], fp32
 DRAWN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 DEPTH = 3
@@ -71,8 +70,6 @@ class Case:
 
 
 # -- drawing ---------------------------------------------------------------------------------------------------------
-
-
 @st.composite
 def nodes(draw: st.DrawFn, depth: int = DEPTH, dtypes: tuple[str, ...] = tuple(DRAWN)) -> Node:
     kind = draw(st.sampled_from(["linear", "odd", "odd", "norm", "embedding"]))
@@ -115,8 +112,6 @@ def strategies(draw: st.DrawFn, world_size: int, precision: str = "fp32") -> Str
 
 
 # -- building --------------------------------------------------------------------------------------------------------
-
-
 class Part(nn.Module):
     """What a `Node` says. Every parameter moves the output."""
 
@@ -215,7 +210,6 @@ def inputs(rank: int) -> Tensor:
 
 
 # -- checks -------------------------------------------------------------------------------------------------------------
-
 few = settings(
     max_examples=2,
     database=None,
@@ -241,8 +235,6 @@ def each(place: Place, check: Callable[[Place, Any], None], given: list[Any]) ->
 
 
 # -- what the checks need --------------------------------------------------------------------------------------------
-
-
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Also of NaN and of the sign of zero."""
     if one.dtype != other.dtype or one.shape != other.shape:
@@ -276,8 +268,6 @@ def full(model: nn.Module) -> State:
 
 
 # -- state -----------------------------------------------------------------------------------------------------------
-
-
 def state_holds(place: Place, case: Case) -> None:
     before = [(name, p.shape, p.dtype, p.requires_grad) for name, p in build(case).named_parameters()]
     model, values = prepared(case)
@@ -356,8 +346,6 @@ def a_lower_precision_changes_nothing_by_itself(place: Place, case: Case) -> Non
 
 
 # -- training and the optimizer's state ------------------------------------------------------------------------------
-
-
 class Naive:
     """A second oracle: sharded data parallelism in twenty lines of torch, with nothing of ours in it.
 

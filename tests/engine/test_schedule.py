@@ -9,9 +9,8 @@ from hypothesis import example, given, settings, strategies as st
 from fsdp_lab.engine import OffloadPolicy
 from fsdp_lab.engine.schedule import Action, Direction, Phase, Point, PointSide, Rules, Schedule, UnitCall
 
+
 # -- random trees of calls, and a replay that knows nothing of how a schedule was written ---------------------------------
-
-
 @st.composite
 def call_trees(draw: st.DrawFn, units: int = 6) -> list[UnitCall]:
     """Nested and repeated calls of up to `units` units below the root; a unit may be called inside itself."""
@@ -72,7 +71,6 @@ def deepest(schedule: Schedule) -> int:
 
 
 # -- what always holds -------------------------------------------------------------------------------------------------
-
 BLOCKS = [UnitCall(0), *(UnitCall(i, 0) for i in range(1, 5))]  # a root and four blocks, as in a transformer
 
 schedules = st.builds(lambda calls, r, b: Schedule(calls, r, backward=b), call_trees(), rules(), st.booleans())
@@ -199,7 +197,6 @@ def test_every_call_computes_each_way(schedule: Schedule) -> None:
 
 
 # -- by hand ---------------------------------------------------------------------------------------------------------
-
 U, C, F, R = Phase.UNSHARD, Phase.COMPUTE, Phase.RESHARD, Phase.REDUCE
 
 

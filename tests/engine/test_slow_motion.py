@@ -74,8 +74,6 @@ def scheduled(strategy: Strategy) -> list[Said]:
 
 
 # -- what is held ------------------------------------------------------------------------------------------------------
-
-
 def _is_true(model: Any, held: ParameterHolding, shard: ParamShard, whole: Tensor) -> None:
     """Compare with the storage itself."""
     p = model.get_parameter(shard.name)
@@ -143,8 +141,6 @@ def _is_before(stop: Stop, held: list[ParameterHolding]) -> None:
 
 
 # -- not to the end ----------------------------------------------------------------------------------------------------
-
-
 def closed_in_the_middle(place: Place) -> None:
     for strategy in STRATEGIES[:2]:
         slow, plain = Training(place, strategy), Training(place, strategy)
@@ -213,7 +209,6 @@ def test_in_ranks(pool: Pool, scenario: Scenario, ranks: int) -> None:
 
 
 # -- a profiler's trace: one span for each phase, with its unit ---------------------------------------------------------
-
 PHASES = {p.value for p in Phase}
 Span = tuple[str, float, float]  # its name, and when it began and ended, in microseconds
 

@@ -185,8 +185,6 @@ def prefetching_of_an_inner_unit(place: Place) -> None:
 
 
 # -- groups and devices ------------------------------------------------------------------------------------------------
-
-
 def groups_made(place: Place) -> list[int]:
     counts = [len(known_groups())]
     for _ in range(2):  # two models
@@ -286,8 +284,6 @@ def test_in_ranks(pool: Pool, scenario: Scenario, ranks: int) -> None:
 
 
 # -- hybrid sharding's all-reduce --------------------------------------------------------------------------------------
-
-
 class Recorded(dist.Work):
     """Passes a work on, and writes down when it is waited for."""
 

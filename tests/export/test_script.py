@@ -191,8 +191,6 @@ def test_what_a_script_does_not_read_is_refused(changes: dict[str, Any], field: 
 
 
 # -- one's own code -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("changes", OWN.values(), ids=OWN)
 def test_a_script_has_the_code_once_and_nothing_of_transformers(changes: dict[str, Any]) -> None:
     text = script(spec_of_own(**own(**changes)))[0]
@@ -237,8 +235,6 @@ def test_its_checkpoint_is_no_model_of_transformers(pool: Pool, tmp_path: Path) 
 
 
 # -- where an export goes, and what is refused before it is made ----------------------------------------------------------
-
-
 def test_files_are_written_whole_and_not_twice(tmp_path: Path) -> None:
     for export, name in ((export_script, "train.py"), (export_spec, "spec.json")):
         file = export(spec(), tmp_path / name)

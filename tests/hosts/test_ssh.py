@@ -74,8 +74,6 @@ def on(hosts: SshHosts) -> Cluster:
 
 
 # -- from the start to the end -----------------------------------------------------------------------------------------
-
-
 def sent(run: Run) -> list[tuple[int, int]]:
     """(to other hosts, in reduce-scatters) of each step of the first host's ranks, in bytes."""
     return [(sum(e.across_bytes for e in both), sum(e.comm["reduce_scatter"].link_bytes for e in both))
@@ -137,8 +135,6 @@ def test_an_interrupted_start_leaves_nothing(two: Site, ssh: SshServers, hosts) 
 
 
 # -- what cannot work is said ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_host_that_cannot_be_reached_or_used_is_said(two: Site, ssh: SshServers, hosts) -> None:
     alpha, other = two.machines[0], ssh.folder / "other"
@@ -178,8 +174,6 @@ def test_invalid_hosts_are_refused_before_anything_starts() -> None:
 
 
 # -- ranks that stay, and ranks that move ------------------------------------------------------------------------------
-
-
 def kept(ssh: SshServers, *, tunnel: bool = False, hours: float = 1.0) -> tuple[str, list[int]]:
     """The token and pids of ranks whose kernel was killed."""
     words = [sys.executable, "-c", KEPT, str(ssh.config), FAKE, "tunnel" if tunnel else "", str(hours)]
@@ -260,8 +254,6 @@ def test_a_process_that_ends_meanwhile_does_not_keep_tunnels_from_opening(monkey
 
 
 # -- software ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_host_without_this_package_is_said_or_sent_it(hosts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its Python has this environment's packages but for fsdp_lab."""
@@ -290,8 +282,6 @@ def _package_file() -> str:
 
 
 # -- ranks that end ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_deaf_rank_and_one_beyond_a_cut_cable_are_ended_on_their_host(two: Site, ssh: SshServers, hosts) -> None:
     lost: list[RankLost] = []
@@ -317,8 +307,6 @@ def test_a_deaf_rank_and_one_beyond_a_cut_cable_are_ended_on_their_host(two: Sit
 
 
 # -- hosts that share no folder: state is carried, and a run outlives what heals ----------------------------------
-
-
 WORK = {"model": "gpt2-1m", "seq_len": 32, "micro_batch": 2}
 STEPS = 40
 

@@ -134,8 +134,6 @@ def test_records_are_flat_and_have_one_set_of_keys(three):
 
 
 # -- what a run was, in figures and in a table ------------------------------------------------------------------------
-
-
 KEYS = ["spec", "losses", "step_time_s", "tokens_per_s", "tflops_per_rank", "mfu", "mfu_per_rank", "hfu_per_rank",
         "peak_flops_source", "peak_memory_bytes", "memory_at_peak_bytes", "rss_bytes", "loading_bytes",
         "comm_s_per_step", "comm_bytes_per_step", "exposed_comm_s_per_step"]  # fmt: skip
@@ -213,8 +211,6 @@ def test_a_peak_that_was_raised_later_is_that_of_all_steps():
 
 
 # -- which run to take, and what each toggle bought ---------------------------------------------------------------
-
-
 KEEPS_GATHERED = {"sharding": "shard_grad_op"}
 BF16 = {"precision": "bf16"}
 

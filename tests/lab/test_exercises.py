@@ -47,8 +47,6 @@ def check(marked: Marked, text: str) -> None:
 
 
 # -- notebook 01 -----------------------------------------------------------------------------------------------------
-
-
 def test_a_rank_sends_less() -> None:
     """MiB that a rank sends a step: gathers of most units twice and a reduce-scatter at first."""
     check(exercises.sends_less(None), "press Start")
@@ -88,7 +86,6 @@ def test_solutions_pass_on_real_ranks(real_lab: Lab) -> None:
 
 
 # -- notebooks 02 and 03 ---------------------------------------------------------------------------------------------
-
 N = 973_568  # parameters of gpt2-1m
 
 
@@ -118,8 +115,6 @@ def test_traffic_is_predicted_and_phases_are_put_in_order(real_lab: Lab) -> None
 
 
 # -- notebook 04 -----------------------------------------------------------------------------------------------------
-
-
 def over_link(sent: float, peak_bytes: int) -> Any:
     """A run whose steps take what a slow link takes for so many bytes."""
     store = EventStore()
@@ -142,8 +137,6 @@ def test_faster_over_a_slow_link() -> None:
 
 
 # -- notebook 05 -----------------------------------------------------------------------------------------------------
-
-
 def test_a_rank_is_lost_and_no_step() -> None:
     """That a replica survives is in tests/lab/test_recovery.py."""
     lost = RankLost(rank=1, engine=1, pid=9, host="h", reason="ended", unix_s=1.0)
@@ -162,7 +155,6 @@ def test_a_rank_is_lost_and_no_step() -> None:
 
 
 # -- notebooks 06 and 09 ---------------------------------------------------------------------------------------------
-
 RENTED = Spec(world_size=8).replace(model="llama-1b", precision="bf16", seq_len=2048, micro_batch=8)
 
 
@@ -198,8 +190,6 @@ def test_gathers_stay_inside_hosts() -> None:
 
 
 # -- notebooks 07 and 08 ---------------------------------------------------------------------------------------------
-
-
 def test_the_last_block_alone_is_trained(real_lab: Lab) -> None:
     rest = SOLUTIONS.FREEZE
     for changes, text in (
@@ -235,8 +225,6 @@ def test_a_loop_accumulates_and_reduces_once() -> None:
 
 
 # -- the clinic: ten pains are named by themselves, and their cures change the figure -----------------------------
-
-
 SMALL = {"model": "gpt2-1m", "micro_batch": 2, "seq_len": 64}
 # Runs that nothing is wrong with: accumulation with exchange, adapters that save memory.
 HEALTHY: list[dict[str, Any]] = [
@@ -300,8 +288,6 @@ def test_the_exercise_refuses_half_a_cure(real_lab: Lab) -> None:
 
 
 # -- notebook 10, gap by gap: wrong engines and other right ones are in tests/backends/test_yours.py ------------------
-
-
 NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "10_write_your_own_fsdp.ipynb"
 TINY = {"model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 4, "vocab_size": 384, "n_positions": 128}
 GAPS = ("DataParallel", "Zero1", "Zero2", "FullyShard", "Overlapped")

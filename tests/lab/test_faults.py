@@ -77,8 +77,6 @@ def begins_anew(lab: Lab, culprit: int) -> None:
 
 
 # -- injected ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_what_fails_in_a_step_is_said_and_the_run_can_go_on(impatient_lab: Lab, run: Run) -> None:
     pids = impatient_lab.cluster.pids

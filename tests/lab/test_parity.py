@@ -64,8 +64,6 @@ def test_backends_are_equal_bit_for_bit_in_fp32_and_a_fused_optimizer_within_rou
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------
-
-
 def _at_fault(place: Place, given: dict[str, Any], summed: bool) -> list[Any]:
     """From the fourth step on gradients are `summed` over ranks, not averaged, which AdamW hides from the losses; or rank 1
     does not update."""
@@ -100,8 +98,6 @@ def test_a_fault_is_found_as_soon_as_it_shows(
 
 
 # -- the rule, on changed copies -----------------------------------------------------------------------------------
-
-
 def changed(run: RecordedRun, step: int, **values: Any) -> RecordedRun:
     events: list[StepEvent] = run.events.since()[0]
     return told(run.spec, [dataclasses.replace(e, **values) if e.step == step else e for e in events])

@@ -101,8 +101,6 @@ def results(run: Any) -> dict[str, str]:
 
 
 # -- results ---------------------------------------------------------------------------------------------------------
-
-
 def test_abandoned_steps_are_in_no_result():
     """Though they diverged; those done again are as they should be."""
     run, other = undisturbed(40), undisturbed(45)
@@ -162,8 +160,6 @@ def test_switches_that_the_ranks_went_back_behind_are_not_in_force():
 
 
 # -- assembling ------------------------------------------------------------------------------------------------------
-
-
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=6), st.randoms())
 def test_a_later_attempt_replaces_all_steps_from_its_first_on(attempts: Sequence[tuple[int, int]], chance: Any):
     """Each attempt does some steps from one on. The order in which events arrive within it does not matter."""
@@ -183,8 +179,6 @@ def test_a_later_attempt_replaces_all_steps_from_its_first_on(attempts: Sequence
 
 
 # -- live plots ------------------------------------------------------------------------------------------------------
-
-
 class Plots:
     """The dashboard's panels, fed by a run."""
 

@@ -128,8 +128,6 @@ def test_bad_lists_are_refused_before_anything_starts(lab: Lab):
 
 
 # -- slow motion: begun, gone through, dropped, closed, replaced, failed --------------------------------------------------
-
-
 def test_every_phase_of_a_step_with_what_all_ranks_hold(lab: Lab):
     lab.run(steps=3).wait(20)
     slow = lab.slow_motion()

@@ -38,8 +38,6 @@ def off(e: StepEvent, seconds: float) -> StepEvent:
 
 
 # -- one clock -------------------------------------------------------------------------------------------------------
-
-
 def test_clocks_that_disagree_are_compared_with_what_was_measured():
     assert Timeline.of(told(3, skew_s=0.002)[::-1]).remarks == ("Ranks aligned to ±0.1 ms.",)
     first, second = told(2)
@@ -107,8 +105,6 @@ def test_what_streams_waited_unseen_is_told_of_the_step_as_a_whole(exposed_s, sh
 
 
 # -- what a run keeps ------------------------------------------------------------------------------------------------
-
-
 def test_the_store_keeps_the_spans_of_the_newest_traced_steps():
     store = EventStore(traced_steps=3)
     for step in range(10):
@@ -219,8 +215,6 @@ def test_a_run_gives_the_newest_whole_timeline_or_the_one_asked_for():
 
 
 # -- the file --------------------------------------------------------------------------------------------------------
-
-
 def read(file: Path) -> dict[str, Any]:
     raw = file.read_bytes()
     return json.loads(gzip.decompress(raw) if file.name.endswith(".gz") else raw)

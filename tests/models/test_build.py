@@ -84,7 +84,6 @@ def test_a_model_that_cannot_be_is_refused(config: dict[str, Any], said: str) ->
 
 
 # -- initial values: by (seed, name) alone, and drawn as the model itself would draw them ---------------------------------
-
 NAMES = [n for n, _ in build_skeleton(resolve(SMALL["llama tied"])).named_parameters()]
 
 
@@ -229,7 +228,6 @@ def test_a_live_model_and_the_global_generator_are_only_read() -> None:
 
 
 # -- units -------------------------------------------------------------------------------------------------------------
-
 BLOCKS = {
     "gpt2": [f"transformer.h.{i}" for i in range(4)], "llama": [f"model.layers.{i}" for i in range(4)],
     "llama tied": [f"model.layers.{i}" for i in range(2)], "bert": [f"bert.encoder.layer.{i}" for i in range(4)],

@@ -80,8 +80,6 @@ def refused(field: str, words_: str, **fields: Any) -> SpecError:
 
 
 # -- the tokens ------------------------------------------------------------------------------------------------------
-
-
 def test_tokens_of_a_text_are_those_of_transformers_alone(tmp_path: Path) -> None:
     """Though the tokenizer's own file wants them cut after 128."""
     said = "Sharding splits each parameter over the ranks; a unit is gathered before it computes. " * 30
@@ -179,8 +177,6 @@ def test_the_column_is_text_or_messages_or_the_one_that_is_named(tmp_path: Path,
 
 
 # -- chats -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("template", [words.PLAIN_TEMPLATE, words.MARKED_TEMPLATE], ids=["prefixes", "marked"])
 def test_only_answers_of_a_chat_are_predicted(tmp_path: Path, template: str) -> None:
     folder = word_tokenizer(tmp_path / "tokenizer", template)
@@ -250,8 +246,6 @@ def test_a_chats_tools_calls_and_parts_are_those_of_the_template_alone(tmp_path:
 
 
 # -- other kinds of models -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("packing", ["packed", "padded"])
 def test_a_masked_model_guesses_words_alone(tmp_path: Path, folder: str, packing: str) -> None:
     data = json_lines(tmp_path / "some.jsonl", uneven(300, 30))
@@ -285,8 +279,6 @@ def test_an_encoder_reads_the_first_half_and_the_decoder_writes_the_second(tmp_p
 
 
 # -- the global batch ------------------------------------------------------------------------------------------------
-
-
 def test_resuming_at_another_world_size_sees_the_same_samples(tmp_path: Path, folder: str) -> None:
     chats = [chat(a, b) for a, b in zip(uneven(90, 5), uneven(90, 9), strict=True)]
     data = json_lines(tmp_path / "some.jsonl", chats, field="messages")
@@ -306,8 +298,6 @@ def test_resuming_at_another_world_size_sees_the_same_samples(tmp_path: Path, fo
 
 
 # -- once ------------------------------------------------------------------------------------------------------------
-
-
 def test_tokens_are_made_once_for_a_content(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = json_lines(tmp_path / "some.jsonl", uneven(40, 9))
     workload = Workload(model=GPT2, data=data, tokenizer=folder, seq_len=8)
@@ -405,8 +395,6 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyt
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------
-
-
 def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path, folder: str) -> None:
     small = {**GPT2, "vocab_size": 206}
     refused("workload.tokenizer", "ids of tokenizer go up to 206, and the vocabulary of the model is 206", model=small,
@@ -591,7 +579,6 @@ def test_bytes_stay_what_they_are(tmp_path: Path) -> None:
 
 
 # -- names on the Hugging Face Hub -------------------------------------------------------------------------------------
-
 OFFLINE = """
 from fsdp_lab.spec.workload import Workload
 from fsdp_lab.models.check import check

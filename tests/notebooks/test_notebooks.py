@@ -64,7 +64,6 @@ def test_they_are_saved_small_and_static_and_link_to_what_is_there() -> None:
 
 
 # -- in a kernel -----------------------------------------------------------------------------------------------------
-
 KEPT = f"""
 import sys
 from fsdp_lab.lab import Lab

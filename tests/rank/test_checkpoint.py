@@ -218,8 +218,6 @@ def test_every_element_is_written_once_and_nothing_is_pickled(undisturbed: list[
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------
-
-
 def _disk_full(place: Place, given: dict[str, Any], root: str) -> tuple[Any, Any, list[Any]]:
     with running(place, given, steps=1) as s:
         full = OSError(28, "No space left on device")
@@ -346,8 +344,6 @@ def test_killed_at_any_moment_the_last_good_one_is_usable_and_torn_ones_are_name
 
 
 # -- what is left when ranks are gone ---------------------------------------------------------------------------------
-
-
 def _layouts(place: Place, given: dict[str, Any], writers: list[list[int]]) -> list[Any]:
     """For each set of writers, the elements of parameters that this rank would write; None: there are not all."""
     told: list[Any] = []

@@ -155,8 +155,6 @@ def test_prompts_are_texts() -> None:
 
 
 # -- evaluations -----------------------------------------------------------------------------------------------------
-
-
 def _as_it_was(s: Session) -> bool:
     """Another evaluation, of the step that has ended: what it leaves of modes, buffers and gathered parameters."""
     trainer = trainer_of(s)

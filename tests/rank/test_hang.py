@@ -164,7 +164,6 @@ def test_beats_tell_what_a_blocked_rank_waits_for_and_where_the_other_is(pool: P
 
 
 # -- over NCCL -------------------------------------------------------------------------------------------------------
-
 WAITED_S = 12.0  # in which ranks, also on a busy machine, get to the wait in which they stay
 
 

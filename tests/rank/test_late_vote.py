@@ -193,8 +193,6 @@ def test_a_killed_rank_leaves_whole_steps(pool: Pool, undisturbed: list[Any], tm
 
 
 # -- what is asked of a device ----------------------------------------------------------------------------------------
-
-
 class WatchedDevice(SimulatedDevice):
     """Notes in `log` whether the host drains it, or waits for a mark behind which it has more to do. A read of memory of
     its own drains it; one of the host's memory is a race if the host has not waited for what was copied there."""

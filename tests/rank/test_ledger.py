@@ -71,8 +71,6 @@ def test_memory_that_ranks_share_is_counted_once(pool: Pool) -> None:
 
 
 # -- known bytes -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def events(pool: Pool) -> dict[str, StepEvent]:
     return dict(zip(BACKENDS, ledgers(pool, *(spec(**changes) for changes in BACKENDS.values())), strict=True))
@@ -142,7 +140,6 @@ def test_a_block_adds_what_its_operators_save(events: dict[str, StepEvent]) -> N
 
 
 # -- strategies: their peaks are the planner's, by class (tests/planner/test_memory.py) ------------------------------
-
 STRATEGIES: dict[str, dict[str, Any]] = {
     "recompute": {"recompute": "full"}, "offload of the optimizer": {"offload": "optimizer"},
     "fsdp2, offload of all": {"backend": "fsdp2", "offload": "all"},
@@ -214,8 +211,6 @@ def test_what_a_ledger_step_found_is_kept_and_what_is_dropped_is_gone(pool: Pool
 
 
 # -- by hand ---------------------------------------------------------------------------------------------------------
-
-
 def _operations_recorded(place: Place) -> list[list[str]]:
     """The names of Gloo's operations that a profiler recorded: with the ledger's setting of the wire, and without."""
     found = []

@@ -134,8 +134,6 @@ def test_a_misfit_is_refused_by_all_ranks_and_a_checkpoint_needs_no_folder_and_i
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
-
-
 class KernelPeak(HostPeak):
     """Begins the kernel's own peak of resident memory anew, where the rank begins to look."""
 
@@ -189,7 +187,6 @@ def test_loading_takes_the_memory_of_shards_and_about_one_unit(pool: Pool, tmp_p
 
 
 # -- adapters --------------------------------------------------------------------------------------------------------
-
 LORA = {"r": 4, "targets": ["c_attn", "c_proj", "wte"]}  # wte is tied to the head
 ADAPTED: tuple[dict[str, Any], ...] = (
     {"sharding": "shard_grad_op", "recompute": "full", "offload": "optimizer"}, {"backend": "fsdp2"}, {"backend": "fsdp1"},

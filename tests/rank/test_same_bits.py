@@ -80,8 +80,6 @@ def test_backends_switches_evaluations_texts_ledgers_and_links_change_no_bit(poo
 
 
 # -- dropout as a config says; in a resumed run: test_checkpoint.py ----------------------------------------------------
-
-
 def test_what_a_router_draws_whatever_its_config_says_is_the_same_again(pool: Pool) -> None:
     phimoe = {"model_type": "phimoe", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 384,
               "num_key_value_heads": 2, "intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2,

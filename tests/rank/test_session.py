@@ -360,8 +360,6 @@ def test_a_rank_that_comes_late_to_a_call_that_was_given_up_does_not_wait_in_the
 
 
 # -- without a notebook: `torchrun -m fsdp_lab.rank spec.json` trains the same Spec ------------------------------------
-
-
 @pytest.mark.slow
 def test_each_step_is_a_line_of_json_and_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
     (file := tmp_path / "spec.json").write_text(spec().to_json())

@@ -248,8 +248,6 @@ def test_a_word_is_read_as_people_write_numbers_and_lists(field: str, word: str,
 
 
 # -- the learning rate over steps --------------------------------------------------------------------------------------
-
-
 def factors(steps: int, **given: Any) -> list[float]:
     return [LrSchedule(**given).factor(step) for step in range(steps)]
 
@@ -293,8 +291,6 @@ def test_a_spec_without_a_schedule_keeps_its_id() -> None:
 
 
 # -- a Spec as text ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "value", "text"), [
     ("offload", "all", "offload all"), ("sync", 2, "sync every 2"), ("compile", True, "compile"),
     ("compile", False, "no compile"), ("link", None, "real link"), ("forward_prefetch", None, "forward prefetch auto"),
@@ -331,8 +327,6 @@ def test_a_dict_that_is_no_spec_has_all_fields():
 
 
 # -- an emulated link --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("text", "spelt", "bytes_per_s", "latency_s"), [
     ("0.25 GB/s", "0.25 GB/s", 0.25e9, 0.0), ("  250MB/s ", "250 MB/s", 0.25e9, 0.0),
     ("0.25GB/s,50us", "0.25 GB/s, 50 us", 0.25e9, 50e-6), ("0.25 GB/s, 0.05 µs", "0.25 GB/s, 0.05 us", 0.25e9, 0.05e-6),

@@ -296,8 +296,6 @@ def test_the_end_of_a_collective_is_when_it_is_read(pool: Pool) -> None:
 
 
 # -- who uses it -----------------------------------------------------------------------------------------------------
-
-
 def _no_memory(*_: Any, **__: Any) -> Any:
     raise OSError(12, "Cannot allocate memory")
 
@@ -352,8 +350,6 @@ def _internet_sockets() -> set[str]:
 
 
 # -- the arena -------------------------------------------------------------------------------------------------------
-
-
 def test_size_classes_waste_at_most_an_eighth() -> None:
     for nbytes in [*range(1, 3000), *(n + d for n in (1 << 20, 3 << 20, 1 << 31) for d in (-1, 0, 1))]:
         size = class_bytes(nbytes)

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from tests.engine.scenarios.engines import Engine, Kind, Scenario, inputs, net, square, step, train
 from tests.engine.toys import WIDTH, Net
 
+
 # -- several forwards before one backward ------------------------------------------------------------------------------
-
-
 def gan_of_modules(e: Engine) -> None:
     """A generator and a discriminator learn in turns. Both are cleared, the generator when its graph is there already."""
     g, d = Net(depth=2), Net(depth=2)
@@ -79,8 +78,6 @@ def penalty_by_loss(e: Engine) -> None:
 
 
 # -- accumulation ------------------------------------------------------------------------------------------------------
-
-
 def every_second(e: Engine) -> None:
     """Five micro-batches a step; the second, the fourth and the last one communicate."""
     model = net(e)
@@ -97,8 +94,6 @@ def every_second(e: Engine) -> None:
 
 
 # -- what is not used, what is not a plain weight ----------------------------------------------------------------------
-
-
 class EarlyExit(Net):
     """Each depth has an exit; those that are not taken are not used."""
 

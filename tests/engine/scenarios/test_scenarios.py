@@ -52,8 +52,6 @@ def test_every_engine_has_the_numbers_of_one_process(pool: Pool, name: str) -> N
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
 def _of_checkpoints(place: Place, script: Any, kind: Kind, folder: Path) -> Run:
     return run(Scenario(script=script), kind, rank=place.rank, world_size=place.world_size, folder=folder)
 

@@ -133,7 +133,6 @@ _START = _logarithms(START)
 
 
 # -- uncertainties ---------------------------------------------------------------------------------------------------
-
 GRID = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8)
 # Kinds that hardly change what the rows measure, and so are not chosen: their uncertainty is known from elsewhere.
 GIVEN = (RateKind.HOST, RateKind.EAGER)
@@ -274,8 +273,6 @@ def _score(rows: Responses, errors: TimeErrors) -> float:
 
 
 # -- coverage --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class SourceCoverage:
     """Rows of a source that lie in bands made without it; `width`: mean ln(high / low) of the 80 % band."""

@@ -333,8 +333,6 @@ def _machine(reader: _Reader, ranks: int, per_host: int) -> Machine:
 
 
 # -- what a row measured ---------------------------------------------------------------------------------------------
-
-
 def memory_kind(row: Row) -> str:
     """The kind of memory that a row counts, as of `peak_of_kind`. torchtitan reports reserved memory: the default."""
     kind = (row.get("peak_mem_kind") or "").lower()

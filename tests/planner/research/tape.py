@@ -243,8 +243,6 @@ def _extra(op: Operator) -> str:
 
 
 # -- operators -------------------------------------------------------------------------------------------------------
-
-
 class BlockOperators:
     """The operators of a block of `models`: gated if it has two products into its inner width,
     with two attentions if it has two products out of its heads. Iterable once."""
@@ -341,8 +339,6 @@ class BlockOperators:
 
 
 # -- the root --------------------------------------------------------------------------------------------------------
-
-
 def _root(shape: ModelShape, dtype: str, software: Software, compiled: bool) -> tuple[tuple[TapeChange, ...], ...]:
     """What the root does before the blocks and after them, in the forward and in the backward."""
     unit = shape.units[0]

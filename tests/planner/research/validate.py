@@ -114,8 +114,6 @@ def by_constant(cases: Sequence[PublishedCase]) -> list[Held]:
 
 
 # -- averages --------------------------------------------------------------------------------------------------------
-
-
 def mape(rows: Sequence[Held | MemoryRow]) -> float:
     """Mean absolute error relative to the measurement; NaN for no rows."""
     return sum(abs(row.error) for row in rows) / len(rows) if rows else float("nan")
@@ -260,8 +258,6 @@ def log_memory_errors(rows: Sequence[MemoryRow]) -> tuple[list[float], list[str]
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
-
-
 def lines(d: Mapping[str, Any], constant: Mapping[str, Mapping[str, float]]) -> list[str]:
     """`validate` as text. constant: its errors by source of a constant MFU."""
 
