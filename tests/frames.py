@@ -1,7 +1,6 @@
 """Frames of a step that no rank has taken: the phases of a small GPT-2 as our engine would go through them.
 
-Neither torch nor a schedule is needed, so that ranks, labs and pages can be tested without them.
-"""
+Neither torch nor a schedule is needed, so that ranks, labs and pages can be tested without them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 """A module, a loss and a dataset as a person writes them into a cell of a notebook: `cell` runs such a text.
 
-What it defines is of `__main__`, so that no other process can import it, and its source is found as in IPython.
-"""
-
-from __future__ import annotations
+What it defines is of `__main__`, so that no other process can import it, and its source is found as in IPython."""
 
 import linecache
 from typing import Any

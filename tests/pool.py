@@ -5,10 +5,7 @@
 a rank does not answer in time, what its threads do is in the error, and all ranks are replaced: the next run finds
 none that is still busy with this one.
 
-The ranks are forked from a server process that imports torch and transformers once and starts no thread of Gloo.
-"""
-
-from __future__ import annotations
+The ranks are forked from a server process that imports torch and transformers once and starts no thread of Gloo."""
 
 import faulthandler
 import gc
@@ -25,11 +22,8 @@ from pathlib import Path
 from typing import Any
 
 IMPORTED_ONCE = [
-    "torch.distributed.fsdp",
-    "transformers.models.gpt2.modeling_gpt2",
-    "fsdp_lab.rank",
-    "tests.remembered",
-]
+    "torch.distributed.fsdp", "transformers.models.gpt2.modeling_gpt2", "fsdp_lab.rank", "tests.remembered",
+]  # fmt: skip
 
 
 @dataclass
@@ -81,9 +75,8 @@ def _serve(pipe: Any, stacks: Path) -> None:
             info = RankInfo(rank=rank, world_size=world_size, device=torch.device(device), shares_gpu=sharing > 1)
             store = find_store(place)
             world = open_groups(info, store, context, 0) if joined else None
-            if (
-                world is not None and not shared
-            ):  # a rank that leaves at once would break connections that others still open
+            # a rank that leaves at once would break connections that others still open
+            if world is not None and not shared:
                 world._gloo.barrier().wait()
             try:
                 answer = ("ok", function(Place(info, context, world, store, sharing), *args))
@@ -151,24 +144,15 @@ class Pool:
             worker.process.join()
         self._workers = [self._start(rank) for rank in range(len(self._workers))]
 
-    def run(
-        self,
-        function: Callable[..., Any],
-        world_size: int,
-        *args: Any,
-        reduction: str | None = "auto",
-        shared_memory: bool = False,
-        devices: Sequence[str] = (),
-        timeout_s: float = 120,
-    ) -> list[Any]:
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any, reduction: str | None = "auto",
+            shared_memory: bool = False, devices: Sequence[str] = (), timeout_s: float = 120) -> list[Any]:  # fmt: skip
         """With `reduction` None no process group is opened: the function does that. `devices`: of the ranks; (): CPUs."""
         if not all(worker.process.is_alive() for worker in self._workers):
             self.renew()  # one was killed between two runs: for its memory, say
         self._runs += 1
         chosen = self._workers[:world_size]
-        store = (
-            Path(self._folder.name) / f"store{self._runs}"
-        )  # not in memory, which would cost a descriptor in each run
+        # not in memory, which would cost a descriptor in each run
+        store = Path(self._folder.name) / f"store{self._runs}"
         store.touch(mode=0o600)
         end = time.monotonic() + timeout_s
         try:

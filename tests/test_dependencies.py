@@ -1,7 +1,5 @@
 """What is imported is declared, what is declared is used, and a missing package is named with how to install it."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import subprocess
@@ -20,16 +18,10 @@ from tests.test_house import JUPYTER, PACKAGE, REPO, Module, imports, modules, p
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # Import name -> distribution, if not the same.
 DISTRIBUTIONS = {"PIL": "pillow", "pynvml": "nvidia-ml-py", "yaml": "pyyaml", "xdist": "pytest-xdist", "zmq": "pyzmq"}
-NOT_IMPORTED = {
-    "jupyterlab": "`fsdp-lab lab` starts it as a program",
-    "mypy": "a command",
-    "pytest-cov": "a plugin of pytest",
-    "pytest-timeout": "a plugin of pytest",
-    "pytest-xdist": "a plugin of pytest",
-    "ruff": "a command",
-    "tensorboard": "torch.utils.tensorboard imports it",
-    "types-psutil": "read by mypy",
-}
+NOT_IMPORTED = {"jupyterlab": "`fsdp-lab lab` starts it as a program", "mypy": "a command",
+                "pytest-cov": "a plugin of pytest", "pytest-timeout": "a plugin of pytest",
+                "pytest-xdist": "a plugin of pytest", "ruff": "a command",
+                "tensorboard": "torch.utils.tensorboard imports it", "types-psutil": "read by mypy"}  # fmt: skip
 
 
 def normalized(name: str) -> str:
@@ -140,18 +132,11 @@ INSTALL = f"{sys.executable} -m pip install"
 LACKING = "which is not installed"
 
 
-@pytest.mark.parametrize(
-    ("missing", "code", "said"),
-    [
-        ({"bokeh"}, "import fsdp_lab.report", f"fsdp_lab.report needs bokeh, {LACKING}: {INSTALL} bokeh\n"),
-        (
-            {"anywidget"},
-            "from fsdp_lab import Dashboard",
-            f"Dashboard needs anywidget, {LACKING}: {INSTALL} anywidget\n",
-        ),
-        (JUPYTER, "compare", f"this command needs ipyparallel, {LACKING}"),
-    ],
-)
+@pytest.mark.parametrize(("missing", "code", "said"), [
+    ({"bokeh"}, "import fsdp_lab.report", f"fsdp_lab.report needs bokeh, {LACKING}: {INSTALL} bokeh\n"),
+    ({"anywidget"}, "from fsdp_lab import Dashboard", f"Dashboard needs anywidget, {LACKING}: {INSTALL} anywidget\n"),
+    (JUPYTER, "compare", f"this command needs ipyparallel, {LACKING}"),
+])  # fmt: skip
 def test_a_missing_package_is_named_with_how_to_install_it(missing: set[str], code: str, said: str):
     """By an import, and by a command, which ends with 2."""
     if " " not in code:

@@ -1,7 +1,5 @@
 """NVML, read in a process of its own: a module `pynvml` of the test stands in for NVIDIA's driver."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What others could do to a user of this package: no code comes out of files, no door is open, no name leads elsewhere."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib
@@ -69,15 +67,12 @@ class _Client:
         self._config, self.curve_serverkey = {"registration": registration}, curve
 
 
-@pytest.mark.parametrize(
-    ("hosts", "registration", "curve", "words"),
-    [
-        (["here", "here"], "tcp://127.0.0.1:1", None, []),
-        (["there", "there"], "tcp://10.0.0.1:1", None, ["signed and not encrypted"]),
-        (["there", "there"], "tcp://10.0.0.1:1", b"key", []),
-        (["here", "there"], "tcp://10.0.0.1:1", None, ["signed and not encrypted", "neither encrypted nor signed"]),
-    ],
-)
+@pytest.mark.parametrize(("hosts", "registration", "curve", "words"), [
+    (["here", "here"], "tcp://127.0.0.1:1", None, []),
+    (["there", "there"], "tcp://10.0.0.1:1", None, ["signed and not encrypted"]),
+    (["there", "there"], "tcp://10.0.0.1:1", b"key", []),
+    (["here", "there"], "tcp://10.0.0.1:1", None, ["signed and not encrypted", "neither encrypted nor signed"]),
+])  # fmt: skip
 def test_what_crosses_a_network_in_the_open_is_said(hosts, registration, curve, words, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("socket.gethostname", lambda: "here")
     told = exposure_notes(_Client(registration, curve), hosts)

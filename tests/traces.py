@@ -1,10 +1,7 @@
 """Traced steps with known answers: a small simulation of fully sharded ranks that share one link, in seconds.
 
 Each rank computes at its own pace; a collective begins when its last rank has issued it and the link is free, and ends on
-all ranks together. Clocks can be put off, as `StepEvent.begin_s` would be.
-"""
-
-from __future__ import annotations
+all ranks together. Clocks can be put off, as `StepEvent.begin_s` would be."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -87,16 +84,13 @@ def traced(world_size: int, *, blocks: int = 4, forward_s: float = 0.010, per_s:
         per_s: bytes per second of the link.
         skew_s: how much later each rank begins than the one before it.
         ordinal: of the first collective.
-        step_time_s: about how long the step takes; None: as it comes of the above.
-    """
+        step_time_s: about how long the step takes; None: as it comes of the above."""
     if step_time_s is not None:  # the same step, stretched
         usual = traced(world_size, blocks=blocks, forward_s=forward_s, per_s=per_s, skew_s=skew_s, seed=seed)
         times = step_time_s / usual[0].step_time_s
         forward_s, per_s, skew_s = forward_s * times, per_s / times, skew_s * times
-    ranks = [
-        _Rank(pace=1 + 0.05 * ((r * 7 + seed) % 5) / 4, now_s=begin_s + skew_s * r, begin_s=begin_s + skew_s * r)
-        for r in range(world_size)
-    ]
+    ranks = [_Rank(pace=1 + 0.05 * ((r * 7 + seed) % 5) / 4, now_s=begin_s + skew_s * r, begin_s=begin_s + skew_s * r)
+             for r in range(world_size)]  # fmt: skip
     world = _World(ranks, per_s, ordinal)
     units = [f"transformer.h.{i}" for i in range(blocks)]
     world.wait(world.issue(Track.ALL_GATHER, ROOT, UNIT_BYTES // 2))

@@ -1,18 +1,11 @@
 """`until`: a test waits for a condition, never for a time."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 
 
-def until(
-    condition: Callable[[], object],
-    timeout_s: float = 60.0,
-    what: str = "that",
-    *,
-    meanwhile: Callable[[], object] = lambda: None,
-) -> None:
+def until(condition: Callable[[], object], timeout_s: float = 60.0, what: str = "that", *,
+          meanwhile: Callable[[], object] = lambda: None) -> None:  # fmt: skip
     """Returns when `condition()` is true; fails if it is not within `timeout_s`. Calls `meanwhile` between two looks."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():

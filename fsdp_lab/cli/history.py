@@ -66,9 +66,9 @@ def list_runs(args: argparse.Namespace, history: History) -> None:
 def show(args: argparse.Namespace, history: History) -> None:
     stored = history.runs()[args.which]
     if args.json:
-        say_json({**stored.to_dict(), "summary": stored.summary()})
+        say_json({**stored.to_dict(), "summary": stored.summary(), "blame": stored.blame().to_dict()})
         return
-    say("\n".join([*head(stored), "", repr(stored.table())]))
+    say("\n".join([*head(stored), "", repr(stored.table()), "", repr(stored.blame())]))
 
 
 def head(stored: StoredRun) -> list[str]:

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         asked = json.dumps({"folder": folder, **options})  # `fsdp_lab.runs.attach.AttachOptions`
         code = call(command, {**os.environ, "FSDP_LAB_WATCH": asked, "PYTHONPATH": path})
         said = [json.loads(path.read_text()) for path in Path(folder).glob("process-*.json")]
-    for line in told(said, code):
+    for line in told(said, args.history or None):
         print(f"fsdp-lab: {line}", file=sys.stderr)
     return code
 
@@ -76,14 +76,17 @@ def call(command: Sequence[str], environment: dict[str, str]) -> int:
             signal.signal(number, handler)
 
 
-def told(said: Sequence[Mapping[str, Any]], code: int) -> list[str]:
+def told(said: Sequence[Mapping[str, Any]], history: str | None) -> list[str]:
     """What was seen, a sentence each. said: what the command's processes say (`fsdp_lab.runs.attach.Attached`)."""
+    from fsdp_lab.runs.history import History
+
     lines = list(dict.fromkeys(note for one in said for note in one["notes"]))
     for run in dict.fromkeys(one["run"] for one in sorted(said, key=lambda one: one["rank"]) if one["run"]):
         ranks = [one for one in said if one["run"] == run]
         first, steps = ranks[0], max(one["steps"] for one in ranks)
         what = f"{plural(steps, 'step')} of {first['model']} under {first['backend']}"
         lines.append(f"watched {what} on {plural(first['world_size'], 'rank')}; fsdp-lab history show {run}")
+        lines += [stored.blame().sentence for stored in History(history).runs() if stored.id == run]
         if any(one["state"] == "watching" for one in ranks):
             lines.append(
                 "a rank ended without Python's own end, as by a signal or os._exit; its last steps may be missing"

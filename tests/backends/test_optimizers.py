@@ -1,8 +1,6 @@
 """The optimizers of a workload: what is known of torch's classes; their arguments under every backend, and in switches. And
 parameters that are not trained, or have a learning rate and a weight decay of their own."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 from unittest import mock
@@ -35,8 +33,6 @@ def spec_of(name: str, args: dict[str, Any], backend: str = "lab", ranks: int = 
 
 
 # -- what is known of torch's classes ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_arguments_are_those_of_the_class_with_its_defaults(name: str) -> None:
     _, known = _KNOWN[name]
@@ -49,8 +45,6 @@ def test_the_arguments_are_those_of_the_class_with_its_defaults(name: str) -> No
 
 
 # -- every backend -------------------------------------------------------------------------------------------------------
-
-
 def assert_near(got: Outcome, wanted: Outcome) -> None:
     """As far as rounding explains. The median: AdamW steps by lr, 0.01, also where a gradient is nothing but rounding."""
     for mine, theirs in zip(got.losses, wanted.losses, strict=True):
@@ -85,8 +79,6 @@ def test_torch_has_none_of_these_for_the_parameters_of_fsdp2(name: str, kernel: 
 
 
 # -- switches --------------------------------------------------------------------------------------------------------------
-
-
 def _states(place: Place, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of each Spec, one after the other: the state of its last parameter after a step."""
     backend, found = None, list[dict[str, Any]]()
@@ -112,7 +104,6 @@ def test_other_arguments_keep_what_they_share_and_begin_the_rest(pool: Pool) -> 
 
 
 # -- every other class of torch.optim ------------------------------------------------------------------------------------
-
 MORE: list[tuple[str, dict[str, Any]]] = [
     ("Adam", {"amsgrad": True}), ("Adam", {"decoupled_weight_decay": True}), ("RMSprop", {}), ("NAdam", {}), ("RAdam", {}),
     ("Adagrad", {"initial_accumulator_value": 0.1}), ("RMSprop", {"momentum": 0.9, "centered": True}), ("Adamax", {}),
@@ -167,21 +158,15 @@ def test_what_torch_refuses_is_refused_in_a_sentence(name: str, args: dict[str, 
 
 
 # -- frozen parameters -----------------------------------------------------------------------------------------------
-
 EARLY = ["transformer.wte.*", "transformer.wpe.*", "transformer.h.0.*"]  # nothing needs their backward
 INSIDE = ["transformer.h.*.attn.*", "*.bias"]  # a unit with both kinds
 GROUPS = [
     {"match": ["transformer.h.0.*", "*.wte.*"], "lr": 0.001},
     {"match": ["*.ln_*", "*.bias"], "weight_decay": 0.5},
 ]
-STRATEGIES = [
-    {"backend": "fsdp2"},
-    {"offload": "all", "wrap": "whole"},
-    {"offload": "optimizer", "sharding": "zero1"},
-    {"recompute": "full", "wrap": "every:2", "forward_prefetch": 2},
-    {"backend": "fsdp2", "offload": "all"},
-    {"backend": "fsdp1", "recompute": "every:2", "wrap": "whole"},
-]
+STRATEGIES = [{"backend": "fsdp2"}, {"offload": "all", "wrap": "whole"}, {"offload": "optimizer", "sharding": "zero1"},
+              {"recompute": "full", "wrap": "every:2", "forward_prefetch": 2}, {"backend": "fsdp2", "offload": "all"},
+              {"backend": "fsdp1", "recompute": "every:2", "wrap": "whole"}]  # fmt: skip
 
 
 def test_all_backends_freeze_the_same_and_strategies_change_nothing_of_it(outcomes: Outcomes) -> None:
@@ -201,9 +186,7 @@ def test_all_backends_freeze_the_same_and_strategies_change_nothing_of_it(outcom
     ("field", "phases"),
     [("freeze", [EARLY, None, INSIDE, EARLY]), ("param_groups", [GROUPS, None, GROUPS[:1], GROUPS])],
 )
-def test_what_is_frozen_and_groups_can_change_and_all_backends_agree(
-    outcomes: Outcomes, field: str, phases: list[Any]
-) -> None:
+def test_what_is_frozen_and_groups_can_change_and_all_backends_agree(outcomes: Outcomes, field: str, phases: list[Any]):
     """Also from one backend to another in the same switch. All groups under one backend: tests/rank/test_same_bits.py."""
     fields = [{field: value} for value in phases]
     paths = [[sharded(b, 2, **f) for f in fields] for b in ("lab", "fsdp1")]
@@ -263,8 +246,6 @@ def test_patterns_that_freeze_nothing_or_everything_are_refused(patterns: list[s
 
 
 # -- rates of their own ----------------------------------------------------------------------------------------------
-
-
 def _live(place: Place, plan_: list[dict[str, Any]]) -> tuple[list[Any], int]:
     built = mock.Mock(wraps=lifecycle.build)
     with mock.patch.object(lifecycle, "build", built):

@@ -1,9 +1,6 @@
 """The backends compute the same thing: in fp32, on the rank-ordered wire, equal bit for bit.
 
-Ours against FSDP2 and DDP, over models and strategies, is in tests/engine/test_parity.py.
-"""
-
-from __future__ import annotations
+Ours against FSDP2 and DDP, over models and strategies, is in tests/engine/test_parity.py."""
 
 import gc
 import weakref
@@ -44,13 +41,9 @@ def outcome(outcomes: Outcomes, *parts: tuple[Spec, int], reduction: str = "rank
     return outcomes.of(plan(*parts), reduction=reduction)[0]
 
 
-STRATEGIES = [
-    {"sharding": "shard_grad_op", "wrap": "min_params:2000"},
-    {"wrap": "whole", "recompute": "full"},
-    {"forward_prefetch": 1, "recompute": "every:2"},
-    {"backend": "fsdp2", "offload": "all"},
-    {"backend": "fsdp2", "wrap": "every:2", "backward_prefetch": 2, "forward_prefetch": 2},
-]
+STRATEGIES = [{"sharding": "shard_grad_op", "wrap": "min_params:2000"}, {"wrap": "whole", "recompute": "full"},
+              {"forward_prefetch": 1, "recompute": "every:2"}, {"backend": "fsdp2", "offload": "all"},
+              {"backend": "fsdp2", "wrap": "every:2", "backward_prefetch": 2, "forward_prefetch": 2}]  # fmt: skip
 
 
 def test_a_strategy_does_not_change_the_result(outcomes: Outcomes) -> None:
@@ -97,9 +90,8 @@ def test_what_fsdp1_offloads_begins_with_the_initial_values_and_is_freed(
 ) -> None:
     offloaded = spec(world_size, backend="fsdp1", offload="all", **changes)
     plain = spec(world_size, backend="fsdp1", **changes)
-    (mine, copies, held), (theirs, *_) = (
-        pool.run(_trained_offloaded, world_size, s.to_dict())[0] for s in (offloaded, plain)
-    )
+    both = (pool.run(_trained_offloaded, world_size, s.to_dict())[0] for s in (offloaded, plain))
+    (mine, copies, held), (theirs, *_) = both
     assert mine == pytest.approx(theirs, rel=1e-6) and copies and not held
 
 

@@ -1,8 +1,6 @@
 """Routes from one layout to another, for any of them, and that what stays is not sent; state that moves to another
 backend, or to the host and back, on a simulated device (tests/wire/simulated_wire.py)."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Backend "yours": right engines train as FSDP2 does, bit for bit, and each mistake is named."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -127,9 +125,8 @@ def said(place: Place, named: dict[str, dict[str, Any]]) -> dict[str, str]:
             told[name] = ""
         except SpecError as e:
             told[name] = str(e)
-    place.store.set(
-        f"said by {place.rank}", ""
-    )  # whoever leaves closes connections on which another begins a collective
+    # whoever leaves closes connections on which another begins a collective
+    place.store.set(f"said by {place.rank}", "")
     place.store.wait([f"said by {rank}" for rank in range(place.world_size)])
     return told
 

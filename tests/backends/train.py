@@ -1,7 +1,5 @@
 """What the parity tests run in each rank: a plain loop over a backend, with nothing of the trainer's."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -50,9 +48,8 @@ def steps(place: Place, spec: Spec, backend: Backend, first: int, count: int) ->
 
 def whole(backend: Backend) -> dict[str, torch.Tensor]:
     """Every parameter whole, on every rank."""
-    mine = {
-        p.name: (p.start, p.stop, p.local.clone().numpy()) for p in backend.param_shards()
-    }  # torch's take long to send
+    # torch's take long to send
+    mine = {p.name: (p.start, p.stop, p.local.clone().numpy()) for p in backend.param_shards()}
     everybodys = [mine] * dist.get_world_size()
     if len(everybodys) > 1:
         dist.all_gather_object(everybodys, mine)

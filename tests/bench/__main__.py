@@ -1,8 +1,6 @@
 """`python -m tests.bench NAME`: benches for those who develop fsdp_lab. Arguments, `--json` and exit codes are those of
 `fsdp-lab bench`."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys
@@ -12,11 +10,6 @@ from typing import Any
 from fsdp_lab.base.errors import SentenceError
 from fsdp_lab.cli.bench import DEFAULT, OWN_RANKS, PRECISION, Bench, Options, add_benches, number, run
 from fsdp_lab.cli.console import Failed, Refused, signals_raise
-from fsdp_lab.spec.spec import BACKENDS
-
-
-def on_lab(model: str) -> Options:
-    return {"ranks": number(2), "model": {"default": model, "help": f"a preset {DEFAULT}"}}
 
 
 def measured_by(module: str, name: str) -> Callable[[argparse.Namespace], dict[str, Any]]:
@@ -25,34 +18,22 @@ def measured_by(module: str, name: str) -> Callable[[argparse.Namespace], dict[s
 
 
 RANKS = {"default": "2,4", "metavar": "N,N", "help": f"numbers of ranks {DEFAULT}"}
-LIVE: Options = on_lab("gpt2-10m") | {"rounds": number(2, "passes over all switches")}
-SOAK: Options = {
-    **on_lab("gpt2-1m"),
-    "toggles": number(1000, "switches of each backend, the first 100 to warm up"),
-    "backend": {"default": ",".join(BACKENDS), "metavar": "B,B", "help": "(default: all four)"},
-}
 METERING: Options = {
-    **OWN_RANKS,
-    **PRECISION,
-    "steps": number(100, "counted steps of each form"),
+    **OWN_RANKS, **PRECISION, "steps": number(100, "counted steps of each form"),
     "launches": number(4, "number of fresh launches"),
     "backend": {"default": "fsdp2", "metavar": "B,B", "help": f"of several, one file with all {DEFAULT}"},
-}
+}  # fmt: skip
 PLAN: Options = {
-    **on_lab("gpt2-1m"),
+    "ranks": number(2), "model": {"default": "gpt2-1m", "help": f"a preset {DEFAULT}"},
     "precision": {"default": "fp32", "help": f"comma-separated list, like --model {DEFAULT}"},
-    "seq_len": number(128),
-    "micro_batch": number(4),
-    "rounds": number(3, "calibration rounds"),
-}
+    "seq_len": number(128), "micro_batch": number(4), "rounds": number(3, "calibration rounds"),
+}  # fmt: skip
 MODELS = "gpt2-1m,llama-1m,bert-1m,t5-1m,vit-1m,resnet-1m"
 MEMORY: Options = {"model": {"default": MODELS, "metavar": "M,M", "help": f"presets {DEFAULT}"}, "ranks": RANKS}
 DEVICE: Options = {"device": OWN_RANKS["device"]}
 SWITCH: Options = {**DEVICE, "width": number(2048), "layers": number(14), "vocab": number(32000)}
 FAMILIES: Options = {"jobs": number(1, "families at once")}
 TABLE: tuple[tuple[str, str, str, Options], ...] = (
-    ("live", "labs", "latency of start, switch and stop, as a user sees it", LIVE),
-    ("soak", "labs", "memory growth of kernel and ranks over many strategy switches", SOAK),
     ("plan", "labs", "predicted step times, compared with measured ones", PLAN),
     ("memory", "labs", "peak memory of a step, compared with FSDP2's and with the planned one", MEMORY),
     ("metering", "metering", "cost of all that a lab does in a step beyond plain training", METERING),

@@ -3,10 +3,7 @@
 Note: each family trains three steps on two ranks with what its config draws: by the lab's engine, again, resumed after the
 first step, and under each backend. It *trains* if no number differs: losses and values bit for bit, under FSDP1 and DDP
 losses to 1e-5. It is *refused* where the lab says why. It has *no small config* where transformers alone does not compute it
-either. All else has *failed*.
-"""
-
-from __future__ import annotations
+either. All else has *failed*."""
 
 import argparse
 import re
@@ -163,8 +160,6 @@ def _smaller(config: Any) -> dict[str, Any]:
 
 
 # -- in a rank ---------------------------------------------------------------------------------------------------------
-
-
 def _tried(place: Place, name: str, folder: str) -> dict[str, Any]:
     """What each run of a family told: its losses and values, or a text, why there are none."""
     warnings.simplefilter("ignore")
@@ -233,8 +228,6 @@ def _alone(name: str) -> str:
 
 
 # -- all of them -------------------------------------------------------------------------------------------------------
-
-
 def families(args: argparse.Namespace) -> dict[str, Any]:
     """Tries these families, or all; says a line for each, and at the end a table. Raises ArgumentError."""
     at_least(args, "jobs", 1)
@@ -314,9 +307,8 @@ def _same(run: str, told: Sequence[float], want: Sequence[float]) -> bool:
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> str:
     """The families of each group by reason, without the names in a reason, in which they differ."""
-    groups: dict[str, dict[str, list[str]]] = {
-        group: defaultdict(list) for group in (TRAINS, REFUSED, NO_CONFIG, FAILED)
-    }
+    kinds = (TRAINS, REFUSED, NO_CONFIG, FAILED)
+    groups: dict[str, dict[str, list[str]]] = {kind: defaultdict(list) for kind in kinds}
     for name, outcome in sorted(found.items()):
         reason = re.sub(r"(workload|strategy)\.\w+: ", "", outcome["reason"])
         reason = re.sub(rf"\b[a-z_]\w*(\.\w+)+\b|\b{re.escape(name)}\b", "...", reason)

@@ -1,7 +1,5 @@
 """`launched_in`: benches on the ranks of the tests' pool, in place of new processes."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

@@ -7,8 +7,7 @@ the error is computed from the differences between launches.
 Note: parts. Each rank times what it does beyond a plain step. The vote counts as long as on the rank that comes last to it.
 The one wait for a GPU is in no part, but in the norm where ranks share it. The rest is the wire, and what differs between
 two builds of one form. The only ledger step is a form's third, which is not counted; its time is spread over
-`LEDGER_STEPS` steps.
-"""
+`LEDGER_STEPS` steps."""
 
 from __future__ import annotations
 
@@ -155,9 +154,8 @@ def summarize(launches: Sequence[Sequence[float]]) -> dict[str, Any]:
 def parts_of(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
     """Seconds of each part, one per round: of the slowest rank; of the vote, of the one that waits least."""
     of = {"vote": min}
-    return {
-        name: [of.get(name, max)(each) for each in zip(*(r[name] for r in ranks), strict=True)] for name in ranks[0]
-    }
+    by_name = {name: zip(*(rank[name] for rank in ranks), strict=True) for name in ranks[0]}
+    return {name: [of.get(name, max)(each) for each in rounds] for name, rounds in by_name.items()}
 
 
 def overheads(launches: Sequence[Launch], peer: str) -> dict[str, float]:
@@ -176,17 +174,13 @@ def overheads(launches: Sequence[Launch], peer: str) -> dict[str, float]:
 
 
 # -- in a rank -----------------------------------------------------------------------------------------------------------
-
-
 def on_rank(rank: BenchRank, job: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """`BuiltForm.result` by form; of metered ones with "parts" and "ledger_s"."""
     plan = cast(Plan, rank.plan)
     # Not over shared memory on CPUs: torch's group beside it is Gloo's.
     with rank.groups(shared_memory=False) as (info, world):
-        forms = [
-            MeteredForm(built, plan, info, world, rank) if built.form.group == "wire" else built
-            for built in build_forms(plan, info, world)
-        ]
+        forms = [MeteredForm(built, plan, info, world, rank) if built.form.group == "wire" else built
+                 for built in build_forms(plan, info, world)]  # fmt: skip
         return interleave(plan, forms, info, world)
 
 
@@ -199,18 +193,11 @@ class MeteredForm(BuiltForm):
         self._rank, self._world = rank, world
         self._batches, self._times, peak = _GivenBatch(), PartTimes(), BestPeak(Peak(None, "not measured"))
         self._trainer = Trainer(
-            run="bench",
-            spec=plan.spec(built.form),
-            info=info,
-            backend=built.backend,
-            batches=cast(Batches, self._batches),
-            world=world,
+            run="bench", spec=plan.spec(built.form), info=info, backend=built.backend,
+            batches=cast(Batches, self._batches), world=world,
             cost=StepCost(flops=0, recompute_flops=0, tokens=plan.micro_batch * plan.seq_len, peak=peak),
-            progress=TrainingProgress(),
-            scaler=Scaler(enabled=False),
-            notes=(),
-            clock=ClockOffset(),
-        )
+            progress=TrainingProgress(), scaler=Scaler(enabled=False), notes=(), clock=ClockOffset(),
+        )  # fmt: skip
         time_parts(self._trainer, self._times)
         self._unsent: list[dict[str, Any]] = []
         self._published_s = self._traced_s = float("-inf")
@@ -296,14 +283,9 @@ def time_parts(trainer: Trainer, times: PartTimes) -> None:
                 stack.close()
 
     meter.step = timed_step
-    for of, part, name in (
-        (trainer, "norm", "_loss_and_norm"),
-        (trainer, "vote", "_cast"),
-        (trainer, "measuring", "_complete"),
-        (meter, "measuring", "before_update"),
-        (meter, "measuring", "after_update"),
-        (meter, "measuring", "end"),
-    ):
+    for of, part, name in ((trainer, "norm", "_loss_and_norm"), (trainer, "vote", "_cast"),
+                           (trainer, "measuring", "_complete"), (meter, "measuring", "before_update"),
+                           (meter, "measuring", "after_update"), (meter, "measuring", "end")):  # fmt: skip
         setattr(of, name, timed(part, getattr(of, name)))
 
 

@@ -1,7 +1,5 @@
 """A rank of a bench of this folder, as fsdp_lab/bench/launch.py has one: `on_rank` of the module that the task names."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from functools import partial

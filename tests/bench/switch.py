@@ -4,10 +4,7 @@ Note: the limit. With AdamW a step takes more than what is held between steps: g
 So a model that fills a GPU between steps cannot be trained on it, and this lowers the process's limit for the time of each
 switch instead: to `held / FILLED`, where `held` is 16 bytes a parameter (fp32 values, two moments, and the gradients that
 DDP keeps in its buckets), the most that any of the layouts holds. A switch that held two models would need 24 bytes a
-parameter, and the allocator refuses more than 20.
-"""
-
-from __future__ import annotations
+parameter, and the allocator refuses more than 20."""
 
 import argparse
 import gc
@@ -76,8 +73,7 @@ def on_rank(rank: BenchRank, job: Mapping[str, Any]) -> dict[str, Any]:
     """Trains a step under each Spec and switches to the next.
 
     Returns {"layers", "parameters", "unit_bytes", "limit_bytes", "switches": [{"before_bytes", "after_bytes",
-    "peak_bytes", "seconds", "before_checksum", "after_checksum"}, ...]}; bytes of the device are None on a CPU.
-    """
+    "peak_bytes", "seconds", "before_checksum", "after_checksum"}, ...]}; bytes of the device are None on a CPU."""
     specs = [Spec.from_dict(spec) for spec in job["specs"]]
     with rank.session() as session:
         device, made = session.info.device, list[dict[str, Any]]()

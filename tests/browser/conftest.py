@@ -1,10 +1,7 @@
 """One JupyterLab, one chromium and one page with its kernel for all browser tests, but for those that need their own.
 
 Nothing outside this machine is asked for, and nothing of the user's Jupyter is read or written. A page that says an
-error, or asks the network for anything, fails its test.
-"""
-
-from __future__ import annotations
+error, or asks the network for anything, fails its test."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A dashboard in a page, as a person uses it: press, choose, read."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Pins, the comparison's table and its form in JupyterLab and chromium, over a lab without processes."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The dashboard in JupyterLab and chromium, over a lab without processes: what depends on the page and not on ranks."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.browser.driver import DashboardPage, model
@@ -55,10 +53,8 @@ def test_start_toggle_refuse_stop_look_and_scroll(opened):
     opened.page.locator(".fsdp-notice").wait_for(state="hidden")
     opened.button("Stop").click()
     opened.button("Start over").wait_for()
-    assert opened.notebook.execute("print(lab.begun[-1], lab.current.spec.workload.model)").split() == [
-        "continued",
-        "gpt2-1m",
-    ]
+    said = opened.notebook.execute("print(lab.begun[-1], lab.current.spec.workload.model)")
+    assert said.split() == ["continued", "gpt2-1m"]
 
     colours = """() => { const models = [...window.Bokeh.documents.at(-1)?.all_models ?? []];
         const line = models.find(m => m.type === 'Line' && m.tags.some(t => t.tint?.line_color === 'ink.mean'));

@@ -1,8 +1,6 @@
 """Notebook 01 as a person opens it: real ranks in JupyterLab, driven in chromium, and the card of safety with them. It also
 takes the notebook's picture, into the folder that FSDP_LAB_SCREENSHOTS names."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The live view in a page that is not JupyterLab's: sandboxed frames, no network, buffers as front ends hand them over."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A report is opened from disk, offline: its numbers are read back, and it is looked at in both colour schemes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

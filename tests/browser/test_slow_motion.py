@@ -1,7 +1,5 @@
 """Slow motion in JupyterLab and chromium, over a lab without processes: pressed, played, looked at."""
 
-from __future__ import annotations
-
 import pytest
 from playwright.sync_api import Locator
 

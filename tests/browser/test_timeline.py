@@ -1,7 +1,5 @@
 """The step timeline in JupyterLab and chromium, over a lab without processes: read, hovered, pinned, looked at."""
 
-from __future__ import annotations
-
 import pytest
 from playwright.sync_api import Locator
 

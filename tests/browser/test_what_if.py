@@ -1,8 +1,6 @@
 """The what-if page in JupyterLab and chromium: choose, read the answer, be refused, search, take what was found. And the
 one without a kernel, opened from disk, offline."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -87,7 +85,6 @@ def test_choose_read_be_refused_search_and_take(warm: Notebook, watched: Callabl
 
 
 # -- without a kernel ------------------------------------------------------------------------------------------------
-
 LISTS = ["--model", "llama-1b,llama-70b", "--hardware", "l40s,h100", "--ranks", "1,8,64,512", "--seq-len", "2048",
          "--sharding", "full_shard,hybrid_shard", "--recompute", "none,full", "--precision", "bf16",
          "--network", "800"]  # fmt: skip
@@ -121,9 +118,8 @@ class StaticPage:
         return self.page.locator(f".{part}").inner_text()
 
     def figures(self) -> dict[str, str]:
-        return dict(
-            zip(*(self.page.locator(f".answer .figures {tag}").all_inner_texts() for tag in ("dt", "dd")), strict=True)
-        )
+        names, texts = (self.page.locator(f".answer .figures {tag}").all_inner_texts() for tag in ("dt", "dd"))
+        return dict(zip(names, texts, strict=True))
 
     def legend(self, card: str) -> list[str]:
         return self.page.locator(f".{card} .key").all_inner_texts()
@@ -181,9 +177,8 @@ def test_a_page_without_a_kernel_says_what_its_command_says(
         "MFU": f"{100 * plan['mfu']:.1f} %\n{mfu}", "HFU": f"{100 * plan['hfu']:.1f} %",
         "exposed communication": f"{100 * plan['exposed_comm_s'] / plan['step_time_s']:.1f} %",
     }  # fmt: skip
-    assert page.text("headline").startswith(
-        "llama-70b, 70.6 billion parameters · 512 × h100 in 64 hosts at 800 Gb/s each"
-    )
+    head = "llama-70b, 70.6 billion parameters · 512 × h100 in 64 hosts at 800 Gb/s each"
+    assert page.text("headline").startswith(head)
     said = f"It fits 80.0 GiB, {size(plan['margin_bytes'])} to spare. Bound by {plan['binding']}."
     assert page.text("answer .reading") == said
     memory, step = page.legend("memory"), page.legend("step")

@@ -1,7 +1,5 @@
 """`fsdp-lab bench step`, `wire` and `host`, small: what they refuse, what they print, and that nothing of it stays."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal
@@ -26,9 +24,8 @@ from tests.waiting import until
 
 TINY = ["--model", "gpt2-1m", "--seq-len", "8", "--device", "cpu"]
 
+
 # -- what is refused -------------------------------------------------------------------------------------------------
-
-
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert place(2, None) == ("cpu", "cpu")
@@ -48,8 +45,6 @@ def test_a_peers_name_stands_for_its_forms() -> None:
 
 
 # -- the figures -----------------------------------------------------------------------------------------------------
-
-
 def measured(**seconds: list[float]) -> BenchResult:
     named_seconds = {form.replace("_", "-"): s for form, s in seconds.items()}
     losses = {form: [5.0, 6.0] for form in named_seconds}
@@ -113,8 +108,6 @@ def test_a_form_that_trains_something_else_fails_the_run(other: float) -> None:
 
 
 # -- on ranks ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_step_measures_every_form_and_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In processes of its own; forms over Gloo do the same work as those through shared memory."""

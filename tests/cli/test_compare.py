@@ -1,7 +1,5 @@
 """`fsdp-lab compare` and `run`: products, refusals and bad input without ranks; then both once on real ones."""
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import io
@@ -47,20 +45,14 @@ def test_the_product_of_the_lists_in_their_order_without_repeats():
     assert {d["workload"]["lr"] for d in made} == {0.1}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "part", "values"),
-    [
-        ("--clip-norm none", "workload.clip_norm", [None]),
-        ("--clip-norm off,1", "workload.clip_norm", [None, 1]),
-        ("--compile true", "strategy.compile", [True]),
-        ("--offload none", "strategy.offload", ["none"]),
-        ("--forward-prefetch auto,0,2 --backend fsdp2", "strategy.forward_prefetch", [None, 0, 2]),
-        ("--shard-size null", "strategy.shard_size", [None]),
-        ("--lora off", "workload.lora", [None]),
-        ("--sync every,2,last,4 --accumulate 4", "strategy.sync", ["every", 2, "last", 4]),
-        ('--optimizer sgd --optimizer-args {},{"momentum":0.9}', "workload.optimizer_args", [{}, {"momentum": 0.9}]),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "part", "values"), [
+    ("--clip-norm none", "workload.clip_norm", [None]), ("--clip-norm off,1", "workload.clip_norm", [None, 1]),
+    ("--compile true", "strategy.compile", [True]), ("--offload none", "strategy.offload", ["none"]),
+    ("--forward-prefetch auto,0,2 --backend fsdp2", "strategy.forward_prefetch", [None, 0, 2]),
+    ("--shard-size null", "strategy.shard_size", [None]), ("--lora off", "workload.lora", [None]),
+    ("--sync every,2,last,4 --accumulate 4", "strategy.sync", ["every", 2, "last", 4]),
+    ('--optimizer sgd --optimizer-args {},{"momentum":0.9}', "workload.optimizer_args", [{}, {"momentum": 0.9}]),
+])  # fmt: skip
 def test_values_are_read_as_their_fields_types(arguments: str, part: str, values: list[object]):
     section, name = part.split(".")
     assert [made[section][name] for made in dicts(*arguments.split())] == values
@@ -176,8 +168,6 @@ def test_ctrl_c_ends_a_run_its_ranks_and_keeps_what_was_measured(tmp_path: Path)
 
 
 # -- `--ssh` and `--slurm`: what they become, and what is refused before anything starts --------------------------
-
-
 def hosts(*words: str):
     parser = argparse.ArgumentParser()
     add_hosts(parser)

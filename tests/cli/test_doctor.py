@@ -1,7 +1,5 @@
 """What the doctor reports for machines with other drivers, GPUs and packages than this one."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`fsdp-lab drill`: failures in small runs on real ranks, and what is said of them."""
 
-from __future__ import annotations
-
 import pytest
 
 from fsdp_lab.cli import drill

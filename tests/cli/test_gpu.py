@@ -1,7 +1,5 @@
 """`fsdp-lab bench gpu` without a GPU: what it refuses, what it would run, what it writes, and a rehearsal of it."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -29,11 +27,7 @@ GIB = 1 << 30
 
 
 # -- refusals, and the list --------------------------------------------------------------------------------------------
-
-
-def test_without_a_gpu_it_names_the_way_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_it_names_the_way_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert main(["bench", "gpu"]) == 2
     said = "--device: torch finds no GPU here; give --device cpu to rehearse the same list with small models"
@@ -65,8 +59,6 @@ def test_a_commit_that_git_does_not_tell_is_left_out(tmp_path: Path, monkeypatch
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
-
-
 def part(name: str, measure: Any, **more: Any) -> BenchPart:
     return BenchPart(name=name, title=f"the part {name}", limit_s=60, measure=measure, **more)
 
@@ -137,24 +129,17 @@ def test_what_no_time_is_left_for_is_skipped(tmp_path: Path) -> None:
 
 
 # -- what is wrong, is found -------------------------------------------------------------------------------------------
-
-
 def trained(losses: Sequence[float] = (6.0, 5.0), total: int = 7) -> dict[str, Any]:
     kernels = {"count": 1493, "busy_s": 0.025, "exposed_s": None}
     return {"losses": list(losses), "checksum": total, "step_s": 0.1, "peak_bytes": GIB, "kernels": kernels}
 
 
-@pytest.mark.parametrize(
-    ("other", "said"),
-    [
-        (trained([6.0, 5.01]), "lab in fp32: losses differ by 2.0e-03, 0.0001 allowed"),
-        (trained([6.0, math.nan]), "lab in fp32: losses differ by inf"),
-        ({"error": "rank 0: RuntimeError: no"}, "lab in fp32: rank 0: RuntimeError: no"),
-    ],
-)
-def test_a_strategy_that_trains_something_else_fails(
-    other: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("other", "said"), [
+    (trained([6.0, 5.01]), "lab in fp32: losses differ by 2.0e-03, 0.0001 allowed"),
+    (trained([6.0, math.nan]), "lab in fp32: losses differ by inf"),
+    ({"error": "rank 0: RuntimeError: no"}, "lab in fp32: rank 0: RuntimeError: no"),
+])  # fmt: skip
+def test_a_strategy_that_trains_something_else_fails(other: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch):
     named = {name: gpu.STRATEGIES[name] for name in ("fsdp2", "lab", "ddp")}
     found = [trained(), other, trained([6.0, 5.0], 8)]
     monkeypatch.setattr(gpu, "trained", lambda *given: found)
@@ -164,9 +149,7 @@ def test_a_strategy_that_trains_something_else_fails(
     assert said in str(raised.value)
     rows = lines[0].splitlines()
     assert rows[1].split()[5:9] == ["1.00", "GiB", "1,493", "25%"], "beside its time, who had the GPU"
-    assert "equal bit for bit" in rows[1] and "losses differ by 0.0e+00" in rows[3], (
-        "equal losses, and other parameters"
-    )
+    assert "equal bit for bit" in rows[1] and "losses differ by 0.0e+00" in rows[3], "equal losses, other parameters"
 
 
 def test_ranks_that_do_not_agree_are_an_error() -> None:
@@ -177,8 +160,6 @@ def test_ranks_that_do_not_agree_are_an_error() -> None:
 
 
 # -- on ranks ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_spec_that_fails_hides_no_other(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP1 refuses this without a GPU, on both ranks; the next Spec trains."""
@@ -201,9 +182,7 @@ def test_every_part_is_rehearsed_where_there_is_no_jupyter(tmp_path: Path) -> No
     written = figures_in(file)
     assert written["facts"]["fsdp-lab bench gpu"] == "a rehearsal on the CPU"
     at = {part.name: part.skipped for part in listed(Place())}
-    assert {each["name"]: each["reason"] for each in written["parts"]} == at, (
-        "all but those that need a GPU have passed"
-    )
+    assert {each["name"]: each["reason"] for each in written["parts"]} == at, "all that need no GPU have passed"
     for each in written["parts"]:
         assert each["outcome"] == ("skipped" if at[each["name"]] else "passed"), each["name"]
         assert bool(each["figures"]) == (each["outcome"] == "passed")

@@ -1,7 +1,5 @@
 """`fsdp-lab history` and `report`: kept runs are listed, shown, named, deleted and written as one file; what is refused."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import time
@@ -98,16 +96,13 @@ def test_kept_runs_are_written(runs: list[Telling], tmp_path: Path, capsys: pyte
     assert kept["title"] == "Both" and kept["baseline"] == "B"
 
 
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (["nothing"], "run: none of these runs is called 'nothing'"),
-        (["{0}", "--baseline", "{1}"], "--baseline {1} is not one of the runs of this report; name it among them, too"),
-        (["{0}", "--output", "there.txt"], "--output: there.txt does not end in .html or .htm"),
-        (["{0}", "--memory", "0"], "--memory 0 is refused; give the GiB of a device, such as 80"),
-        (["{0}", "--memory", "nan"], "--memory nan is refused"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "says"), [
+    (["nothing"], "run: none of these runs is called 'nothing'"),
+    (["{0}", "--baseline", "{1}"], "--baseline {1} is not one of the runs of this report; name it among them, too"),
+    (["{0}", "--output", "there.txt"], "--output: there.txt does not end in .html or .htm"),
+    (["{0}", "--memory", "0"], "--memory 0 is refused; give the GiB of a device, such as 80"),
+    (["{0}", "--memory", "nan"], "--memory nan is refused"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused_and_nothing_written(
     runs: list[Telling], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     argv: list[str], says: str,

@@ -1,7 +1,5 @@
 """`fsdp-lab lab`: what it opens, where it listens, what it says, and that Ctrl-C leaves nothing behind."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -63,11 +61,9 @@ def test_a_server_without_a_token_is_refused(code: int, refused: bool):
 
 @pytest.mark.slow
 def test_it_serves_until_ctrl_c_and_leaves_nothing(tmp_path: Path):
-    environment = {
-        **os.environ,
-        **{f"JUPYTER_{name}_DIR": str(tmp_path / name) for name in ("CONFIG", "DATA", "RUNTIME")},
-        "IPYTHONDIR": str(tmp_path / "ipython"),
-    }
+    environment = {**os.environ,
+                   **{f"JUPYTER_{name}_DIR": str(tmp_path / name) for name in ("CONFIG", "DATA", "RUNTIME")},
+                   "IPYTHONDIR": str(tmp_path / "ipython")}  # fmt: skip
     command = [sys.executable, "-m", "fsdp_lab", "lab", "--no-browser", "--dir", str(tmp_path / "notebooks")]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         given = [*command, f"--port={taken.getsockname()[1]}"]
@@ -114,8 +110,6 @@ def ask(url: str, data: dict[str, str] | None = None):
 
 
 # -- `fsdp-lab kernel install` ----------------------------------------------------------------------------------------
-
-
 def test_the_kernel_runs_this_interpreter(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["kernel", "install", "--prefix", str(tmp_path)]) == 0
     described = json.loads((tmp_path / "share/jupyter/kernels/fsdp-lab/kernel.json").read_text())

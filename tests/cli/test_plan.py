@@ -1,7 +1,5 @@
 """`fsdp-lab plan`: one plan, a product of them, what is found, a table, a page, and what is refused."""
 
-from __future__ import annotations
-
 import base64
 import json
 import math
@@ -80,7 +78,6 @@ def test_a_preset_is_planned_without_torch() -> None:
 
 
 # -- a page (tests/browser/test_what_if.py opens it) -------------------------------------------------------------------
-
 LISTS = ["--hardware", "t4,h100", "--ranks", "1,16", "--micro-batch", "2", "--precision", "fp16,bf16"]
 
 

@@ -1,7 +1,5 @@
 """What each command refuses: one sentence, code 2, nothing started and nothing written."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path
@@ -33,17 +31,12 @@ REFUSED = [
     ("bench gpu --device cpu --only ,", "--only: there is no part ','"),
     ("bench gpu --device cpu --minutes -1", "--minutes -1 is refused"),
     ("bench gpu --device cpu --out /nowhere/at/all.txt", "--out: /nowhere/at/all.txt cannot be written"),
-    ("drill --count 0", "--count 0 is refused"),
-    ("drill --ranks 1", "--ranks 1 is refused"),
+    ("drill --count 0", "--count 0 is refused"), ("drill --ranks 1", "--ranks 1 is refused"),
     ("drill --model gpt5", "workload.model: 'gpt5'"),
     ("drill --kinds earthquake", "'earthquake' is refused; choose from kill"),
-    ("kernel install --prefix /dev/null", "--prefix"),
-    ("kernel install --name a/b", "--name"),
-    ("compare --backend fsdp9", "strategy.backend"),
-    ("compare --micro-batch four", "--micro-batch"),
-    ("compare --steps 0", "--steps"),
-    ("compare --rounds 0", "--rounds"),
-    ("compare --report report.pdf", "--report"),
+    ("kernel install --prefix /dev/null", "--prefix"), ("kernel install --name a/b", "--name"),
+    ("compare --backend fsdp9", "strategy.backend"), ("compare --micro-batch four", "--micro-batch"),
+    ("compare --steps 0", "--steps"), ("compare --rounds 0", "--rounds"), ("compare --report report.pdf", "--report"),
     ("compare --json /no/such/folder/file.json", "--json"),
     ("compare --backend ddp --sharding full_shard", "every combination is refused"),
     ("compare --clip-norm auto", "--clip-norm 'auto' is refused"),
@@ -55,11 +48,8 @@ REFUSED = [
     ("compare --ranks-per-host 2", "options for hosts are given and no hosts"),
     ("compare --ssh a --ranks-per-host 1 --time 10", "--time is of a Slurm job"),
     ("run good --link '0.25 GB/s, soon'", "link: '0.25 GB/s, soon' is no link"),
-    ("run /no/such/spec.json", "cannot read"),
-    ("run broken", "is not JSON"),
-    ("run unknown", "workload.modle"),
-    ("run short", "workload.data"),
-    ("run good --steps 0", "--steps"),
+    ("run /no/such/spec.json", "cannot read"), ("run broken", "is not JSON"), ("run unknown", "workload.modle"),
+    ("run short", "workload.data"), ("run good --steps 0", "--steps"),
     ("run good --evaluate-every 0", "evaluate.every: 0 is refused"),
     ("run good --patience 3", "give --evaluate-every too"),
     ("run good --trace /no/such/folder/trace.json", "--trace: /no/such/folder/trace.json cannot be"),
@@ -72,8 +62,7 @@ REFUSED = [
     (f"{PLAN} --ranks 12 --sharding hybrid_shard", "8 is not a divisor of 12"),
     (f"{PLAN} --ranks 1000000", "world_size: 1,000,000 ranks are refused"),
     (f"{PLAN} --micro-batch 99999999", "workload.micro_batch: 99,999,999 samples"),
-    (f"{PLAN} --network -4", "network: -4.0 Gb/s is refused"),
-    (f"{PLAN} --memory 0", "--memory 0 is refused"),
+    (f"{PLAN} --network -4", "network: -4.0 Gb/s is refused"), (f"{PLAN} --memory 0", "--memory 0 is refused"),
     ("plan --hardware t4 --precision bf16", "a t4 has no matrix products in bf16; use fp16, fp32"),
     (f"{PLAN},h200", "--hardware h100,h200 is a list, which only --page takes; name one GPU"),
     (f"{PLAN} --link '1 GB/s'", "--link emulates a network while training"),
@@ -85,13 +74,12 @@ REFUSED = [
     ("plan --page page.html --find fewest", "--page and --find are different results"),
     (f"{PAGE},h1000", "hardware: 'h1000' is not known; use one of h100"),
     (f"{PAGE} --model llama-7b,llama-7c", "workload.model: 'llama-7c' is neither"),
-    (f"{PAGE} --recompute none,some", "strategy.recompute: "),
-    (f"{PAGE} --ranks 8,x", "--ranks '8,x' is refused"),
+    (f"{PAGE} --recompute none,some", "strategy.recompute: "), (f"{PAGE} --ranks 8,x", "--ranks '8,x' is refused"),
     (
         f"{PAGE} --ranks 8 {MANY}",
         "page: 20,022 combinations are more than the 20,000 of a page; shorten a list, such as",
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("command", "said"), REFUSED, ids=range(len(REFUSED)))

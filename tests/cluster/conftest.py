@@ -1,7 +1,5 @@
 """One cluster of two ranks without torch for this folder; what breaks it is repaired by the next test that takes it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -4,10 +4,7 @@ Ranks meet in a barrier each step, served by a thread of rank 0, so that a rank 
 collective would. `spec["workload"]["data"]` orders a failure: "refuse" (SpecError in apply), "raise:R" (rank R raises in
 its third step), "cuda:R" (its GPU fails in that step),
 "raise-all", "deaf" (ignores SIGINT for a minute), "slow-apply" (half a minute, can be interrupted),
-"slow-phase" (in slow motion the fourth phase takes half a minute, and can be interrupted).
-"""
-
-from __future__ import annotations
+"slow-phase" (in slow motion the fourth phase takes half a minute, and can be interrupted)."""
 
 import math
 import os

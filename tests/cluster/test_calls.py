@@ -1,7 +1,5 @@
 """One call on many ranks, without engines: who is freed, and what the one exception says."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

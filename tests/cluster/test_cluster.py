@@ -1,7 +1,5 @@
 """Real ipyparallel engines: started, called, interrupted, lost, replaced, ended. The ranks need no torch."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -154,8 +152,6 @@ def test_a_lost_controller_is_noticed_said_and_replaced(cluster: Cluster):
 
 
 # -- clusters of their own -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_close_ends_a_deaf_rank_and_leaves_nothing(temporary: Path):
     before = set(psutil.Process().children(recursive=True))
@@ -214,8 +210,6 @@ def test_without_a_number_there_is_a_rank_on_each_free_gpu(monkeypatch: pytest.M
 
 
 # -- engines that are forked: each is a process of its own, that ends and is replaced as any other --------------------
-
-
 def servers(cluster: Cluster) -> list[psutil.Process]:
     """The server itself: the engines that it forks have its command line."""
     return [p for p in marked(cluster.token) if MODULE in p.cmdline() and p.pid not in cluster.pids]
@@ -260,9 +254,7 @@ def test_without_its_server_a_rank_is_replaced_all_the_same(cluster: Cluster) ->
 
 
 @pytest.mark.slow
-def test_where_no_socket_can_be_made_engines_are_started_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_no_socket_can_be_made_engines_are_started_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert forks(0) and not forks(1), "a GPU's context cannot be forked"
     deep = tmp_path / ("x" * 120)
     deep.mkdir()

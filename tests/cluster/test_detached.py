@@ -1,7 +1,5 @@
 """Ranks that outlive their kernel, until the next one comes, somebody ends them, or nobody has come for long."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -144,8 +142,6 @@ def test_a_given_cluster_and_invalid_values_are_refused():
 
 
 # -- nobody comes -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_ranks_that_nobody_can_come_back_to_are_ended(temporary: Path):
     """One has died, and the others' time is over."""
@@ -159,8 +155,6 @@ def test_ranks_that_nobody_can_come_back_to_are_ended(temporary: Path):
 
 
 # -- the file, without ranks ------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def left(temporary: Path) -> Iterator[DetachedCluster]:
     """A process that a dead kernel has left, and its file; the guardian is this process."""

@@ -1,7 +1,5 @@
 """No engine outlives its kernel, however and whenever that ends, unless it was asked to (test_detached.py)."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -37,15 +35,11 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    ("when", "number"),
-    [
-        ("busy", signal.SIGTERM),
-        pytest.param("starting", signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param("importing", signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param("resizing", signal.SIGKILL, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("when", "number"), [
+    ("busy", signal.SIGTERM), pytest.param("starting", signal.SIGKILL, marks=pytest.mark.slow),
+    pytest.param("importing", signal.SIGKILL, marks=pytest.mark.slow),
+    pytest.param("resizing", signal.SIGKILL, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_kernel_that_ends_takes_its_engines_with_it(when: str, number: signal.Signals, tmp_path: Path):
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     owner = subprocess.Popen([sys.executable, "-c", OWNER, when], stdout=subprocess.PIPE, text=True, env=env)

@@ -1,7 +1,5 @@
 """Where ranks are put, for machines that this one is not."""
 
-from __future__ import annotations
-
 import io
 import socket
 from pathlib import Path
@@ -87,19 +85,15 @@ def test_cores_are_divided_and_uneven_sharing_of_gpus_makes_all_ranks_talk_over_
 
 
 def test_devices_that_cannot_be_had():
-    for machine, devices, says in (
-        (host(gpu(0)), ["cuda:3"], "no cuda:3 .it has cuda:0"),
-        (host(), ["cuda:0"], "it has no GPU"),
-        (host(gpu(0), cuda=None), ["cuda:0"], "built for CPUs"),
-        (host(gpu(0)), ["cuda:0", "cuda:0"], "2 are named for 1 ranks"),
-    ):
+    for machine, devices, says in ((host(gpu(0)), ["cuda:3"], "no cuda:3 .it has cuda:0"),
+                                   (host(), ["cuda:0"], "it has no GPU"),
+                                   (host(gpu(0), cuda=None), ["cuda:0"], "built for CPUs"),
+                                   (host(gpu(0)), ["cuda:0", "cuda:0"], "2 are named for 1 ranks")):  # fmt: skip
         with pytest.raises(SpecError, match=says):
             place([machine], devices)
 
 
 # -- facts ---------------------------------------------------------------------------------------------------------
-
-
 def test_probe_names_gpus_as_torch_does_and_who_uses_them():
     found = probe(lambda: two_gpus(SOMEBODY), env={})
     assert [g.device for g in found.gpus] == ["cuda:0", "cuda:1"]
@@ -144,8 +138,6 @@ def test_what_our_ranks_hold_in_a_container_makes_no_gpu_busy():
 
 
 # -- what kernel and hosts say to each other, and which host gets which engine; without any host ----------------------
-
-
 def printed(value: dict) -> str:
     output = io.StringIO()
     host_script.reply(value, output)
@@ -186,10 +178,8 @@ class Shares(HostEngines):
         self._asked = SshHosts(names=("a", "b", "c"), **{"ranks_per_host": 2, **asked})  # type: ignore[arg-type]
         self._hosts = {n: RankHost(name=n, ranks=2, pids=set(range(10))) for n in ("a", "b", "c")}
         self.token = "token"
-        answers = {
-            n: HostAnswer(value={"running": running[n]}) if n in running else HostAnswer(failure=f"{n}: no")
-            for n in "abc"
-        }
+        answers = {n: HostAnswer(value={"running": running[n]}) if n in running else HostAnswer(failure=f"{n}: no")
+                   for n in "abc"}  # fmt: skip
         self.shell = SimpleNamespace(script=lambda *args, **more: answers)  # type: ignore[assignment]
 
     def _allocate(self):

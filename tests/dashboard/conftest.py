@@ -1,7 +1,5 @@
 """Few plots for tests of what is around them: to make all of them takes a second, and to lay them out two."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

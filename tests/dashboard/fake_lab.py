@@ -1,7 +1,6 @@
 """A lab without processes: plausible events from a thread, so that the dashboard can be tested and looked at by itself.
 
-It has the members of `fsdp_lab.lab.Lab` and `Run` that the dashboard uses, and nothing behind them.
-"""
+It has the members of `fsdp_lab.lab.Lab` and `Run` that the dashboard uses, and nothing behind them."""
 
 from __future__ import annotations
 
@@ -142,17 +141,8 @@ class FakeRun:
 
     diagnoses: tuple[Diagnosis, ...] = ()
 
-    def __init__(
-        self,
-        run_id: str,
-        spec: Spec,
-        *,
-        steps: int | None,
-        step_s: float,
-        share: int | None = None,
-        before_step: Callable[[FakeRun], None] = lambda run: None,
-        hosts: int = 1,
-    ) -> None:
+    def __init__(self, run_id: str, spec: Spec, *, steps: int | None, step_s: float, share: int | None = None,
+                 before_step: Callable[[FakeRun], None] = lambda run: None, hosts: int = 1) -> None:  # fmt: skip
         self.id, self._hosts = run_id, hosts
         self._before_step = before_step
         self.spec = spec
@@ -501,9 +491,8 @@ class FakeLab:
         self.drills.append((kind, rank))
         if kind == "kill":
             self.lose(rank)
-        return SimpleNamespace(
-            run=self.current, end=lambda: self.drills.append(("restored", rank)), refused=self.drill_refused
-        )
+        restored = ("restored", rank)
+        return SimpleNamespace(run=self.current, end=lambda: self.drills.append(restored), refused=self.drill_refused)
 
     def lose(self, rank: int) -> None:
         """A rank dies while the run goes on."""
@@ -512,17 +501,9 @@ class FakeLab:
         assert isinstance(self.current._failure, RankLost)
         self.lost[rank] = self.current._failure
 
-    def run(
-        self,
-        spec: Spec | None = None,
-        *,
-        steps: int | None = None,
-        fresh: bool = True,
-        save: CheckpointConfig | None = None,
-        recover: RecoveryPolicy | str | bool = False,
-        evaluate: EvalConfig | None = None,
-        **changes: Any,
-    ) -> FakeRun:
+    def run(self, spec: Spec | None = None, *, steps: int | None = None, fresh: bool = True,
+            save: CheckpointConfig | None = None, recover: RecoveryPolicy | str | bool = False,
+            evaluate: EvalConfig | None = None, **changes: Any) -> FakeRun:  # fmt: skip
         self.spec = (spec or self.spec).replace(**changes)
         if self.sweep is not None:
             self.sweep.stop(5)

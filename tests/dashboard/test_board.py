@@ -1,7 +1,5 @@
 """Runs side by side: what is kept when one pins, the rows, the card, and what it costs."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any
@@ -38,8 +36,6 @@ def dashboard():
 
 
 # -- what a pin keeps ------------------------------------------------------------------------------------------------
-
-
 def test_figures_are_of_the_strategy_applied_last_and_the_curve_of_the_whole_run():
     before, after = Spec(), Spec().replace(sharding="no_shard")
     run = run_of(before, 40)
@@ -76,8 +72,6 @@ def test_a_long_run_keeps_its_beginning_and_its_end_as_a_curve_that_is_smooth():
 
 
 # -- pins ------------------------------------------------------------------------------------------------------------
-
-
 def test_pins_are_lettered_to_h_and_a_ninth_is_refused(show):
     board, run = show.board, run_of(Spec(), 5)
     with pytest.raises(ArgumentError, match="start a run"):
@@ -100,9 +94,7 @@ def test_pinned_curves_lie_in_every_time_plot_and_ranges_hold_them(all_panels, s
     show.board.pin(fast)
     show.until(lambda: len(show.table("overlay.0")) == 40)
     rates = Pinned.of(fast).curve[:, CURVE.index("tokens_per_s")]
-    assert end < np.nanmax(rates) <= show.live._scene.patches()["throughput.y"]["end"], (
-        "a curve that leaves the live one"
-    )
+    assert end < np.nanmax(rates) <= show.live._scene.patches()["throughput.y"]["end"], "it leaves the live one"
     patches = show.live._scene.patches()
     for plot in ("loss", "throughput", "tflops", "communication.over", "memory.lane_0", "memory.lane_1"):
         assert patches[f"{plot}.overlay.0"] == {"visible": True} and patches[f"{plot}.overlay.1"] == {"visible": False}
@@ -140,8 +132,6 @@ def test_pins_survive_a_new_run_and_another_world_size(show):
 
 
 # -- the card --------------------------------------------------------------------------------------------------------
-
-
 def cells(show: Show) -> tuple[tuple[Any, ...], ...]:
     return show.card.captions().table
 
@@ -189,8 +179,6 @@ def test_presses_choose_the_baseline_and_take_rows_away(dashboard):
 
 
 # -- sweeps ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_sweep_keeps_its_pictures_and_shows_whose_turn_it_is(show, monkeypatch):
     """No page is asked to build its plots again; rows and curves of the others stand beside."""
     monkeypatch.setattr("fsdp_lab.dashboard.board.EVERY_S", 0.0)  # rows are worked out with every tick

@@ -1,7 +1,5 @@
 """Choices: accepted, held with a reason and a way out, and tried again."""
 
-from __future__ import annotations
-
 from hypothesis import given, strategies as st
 
 from fsdp_lab.dashboard.fields import Choices, ChoiceState
@@ -10,18 +8,16 @@ from fsdp_lab.spec.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec
 
 @given(
     st.lists(
-        st.one_of(
-            st.tuples(st.just("backend"), st.sampled_from(BACKENDS)),
-            st.tuples(st.just("sharding"), st.sampled_from(SHARDINGS)),
-            st.tuples(st.just("precision"), st.sampled_from(sorted(PRECISIONS))),
-            st.tuples(st.just("offload"), st.sampled_from(OFFLOADS)),
-            st.tuples(st.just("shard_size"), st.sampled_from([None, 1, 2, 4])),
-            st.tuples(st.just("forward_prefetch"), st.integers(0, 3)),
-        ),
+        st.one_of(st.tuples(st.just("backend"), st.sampled_from(BACKENDS)),
+                  st.tuples(st.just("sharding"), st.sampled_from(SHARDINGS)),
+                  st.tuples(st.just("precision"), st.sampled_from(sorted(PRECISIONS))),
+                  st.tuples(st.just("offload"), st.sampled_from(OFFLOADS)),
+                  st.tuples(st.just("shard_size"), st.sampled_from([None, 1, 2, 4])),
+                  st.tuples(st.just("forward_prefetch"), st.integers(0, 3))),
         max_size=25,
     ),
     st.sampled_from([1, 2, 4]),
-)
+)  # fmt: skip
 def test_whatever_is_chosen_the_wanted_spec_is_valid_and_nothing_is_lost(chosen, world_size):
     """The last word on each field is either in the wanted Spec or held with a reason; a way out leads out."""
     choices = Choices(Spec(world_size=world_size))

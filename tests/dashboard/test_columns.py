@@ -1,7 +1,5 @@
 """`Columns`: bounded, numbered, and readable from where a reader stopped."""
 
-from __future__ import annotations
-
 from hypothesis import given, strategies as st
 
 from fsdp_lab.dashboard.panels.base import Columns

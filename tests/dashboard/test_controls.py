@@ -1,7 +1,5 @@
 """Controls against a lab without processes: what is sent, and what is said beside each control."""
 
-from __future__ import annotations
-
 import html
 import re
 import threading
@@ -364,10 +362,8 @@ def test_a_hang_is_said_while_it_lasts_and_a_failure_once_with_its_stack_to_be_u
     assert "running" in line.value and desk.lab.waiting in line.value and "<details" not in line.value
     run.stop()
     run.state, run.reason, run.details = (
-        RunState.FAILED,
-        "rank 1 <died>; give `model` a folder",
-        'File "<cell>", line 3',
-    )
+        RunState.FAILED, "rank 1 <died>; give `model` a folder", 'File "<cell>", line 3',
+    )  # fmt: skip
     desk.tick()
     assert "failed" in line.value and desk.lab.waiting not in line.value and "died" not in line.value
     assert "Rank 1 &lt;died&gt;; give <code>model</code> a folder" in desk.notice()
@@ -376,8 +372,6 @@ def test_a_hang_is_said_while_it_lasts_and_a_failure_once_with_its_stack_to_be_u
 
 
 # -- a text that is asked for ----------------------------------------------------------------------------------------
-
-
 def test_a_text_is_asked_for_while_the_run_trains_and_when_it_is_over():
     lab = FakeLab(2, step_s=0.002)
     form = WritingForm(lab)

@@ -1,7 +1,5 @@
 """`Dashboard`: one thread, one dashboard a lab, and nothing left behind."""
 
-from __future__ import annotations
-
 import threading
 
 import ipywidgets

@@ -1,7 +1,5 @@
 """The feed: run to panels, tick by tick."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The picture of slow motion: where parameters stand, and what is drawn of what each rank holds."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -43,8 +41,6 @@ def drawn(panel: HoldingsPanel, source: str, rank: int, *, strip: bool = False) 
 
 
 # -- the axis --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("model", [Model.gpt2(16, 1), Model.gpt2(768, 12)])
 def test_parameters_stand_side_by_side_and_each_can_be_seen(model):
     axis = axis_of(model)
@@ -70,8 +66,6 @@ def test_names_are_short():
 
 
 # -- what is drawn ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ranks", [1, 20])
 def test_every_source_is_drawn_and_every_moment_fits(ranks):
     told = moments(ranks)

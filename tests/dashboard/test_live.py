@@ -1,7 +1,5 @@
 """The live view's protocol, with a page made of a few lines: what is sent, when, and how much."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

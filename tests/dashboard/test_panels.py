@@ -1,7 +1,5 @@
 """Panels: from events to rows, ranges and words; and the assembling of events into steps."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import statistics
@@ -30,10 +28,8 @@ PREDICTION = Prediction(spec_id="chosen", peak_bytes=41 * MIB, step_time_s=0.25,
 
 def steps(count: int, ranks: int = 2, *, first: int = 0, **changes) -> list[Step]:
     spec = Spec(world_size=ranks).replace(**changes)
-    return [
-        Step(events=tuple(event(spec, "run", r, n, first=n == first) for r in range(ranks)))
-        for n in range(first, first + count)
-    ]
+    return [Step(events=tuple(event(spec, "run", r, n, first=n == first) for r in range(ranks)))
+            for n in range(first, first + count)]  # fmt: skip
 
 
 def steps_with(count: int, *, first: int = 0, **changes) -> list[Step]:
@@ -44,8 +40,6 @@ def steps_with(count: int, *, first: int = 0, **changes) -> list[Step]:
 
 
 # -- what it writes -------------------------------------------------------------------------------------------------
-
-
 def test_the_newest_texts_come_first_each_below_its_prompt():
     panel = CompletionsPanel(StepAxis(), 2)
     assert panel.captions().hidden
@@ -65,8 +59,6 @@ def test_the_newest_texts_come_first_each_below_its_prompt():
 
 
 # -- assembling ------------------------------------------------------------------------------------------------------
-
-
 def test_a_silent_rank_does_not_stop_the_plots_and_what_is_left_comes_out_at_the_end():
     assembler = Assembler(patience=2)
     all_steps = steps(4)
@@ -80,8 +72,6 @@ def test_a_silent_rank_does_not_stop_the_plots_and_what_is_left_comes_out_at_the
 
 
 # -- all panels ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("make", PANELS)
 @pytest.mark.parametrize("ranks", [1, 9])
 def test_a_panel_draws_what_it_writes(make, ranks):
@@ -115,14 +105,10 @@ def test_a_panel_draws_what_it_writes(make, ranks):
     assert "times are not a GPU's" not in words.note, "said once, above the cards"
 
 
-@pytest.mark.parametrize(
-    ("hosts", "factor", "said"),
-    [
-        (4, 2, "Shard groups of 2 ranks are inside hosts."),
-        (4, 4, "Shard groups of 4 ranks span hosts of 2; shard_size=2 shards inside them."),
-        (4, 8, ""),
-    ],
-)
+@pytest.mark.parametrize(("hosts", "factor", "said"), [
+    (4, 2, "Shard groups of 2 ranks are inside hosts."),
+    (4, 4, "Shard groups of 4 ranks span hosts of 2; shard_size=2 shards inside them."), (4, 8, ""),
+])  # fmt: skip
 def test_shard_groups_are_said_of_hosts(hosts: int, factor: int, said: str):
     frame = StepAxis()
     frame.shard_factor = factor
@@ -134,8 +120,6 @@ def test_shard_groups_are_said_of_hosts(hosts: int, factor: int, said: str):
 
 
 # -- each ------------------------------------------------------------------------------------------------------------
-
-
 def columns(panel, index: int = 0):
     source = panel.sources[index]
     return {name: source.column(name).tolist() for name in source.numbers}
@@ -174,9 +158,8 @@ def test_throughput_sums_ranks_over_the_slowest_time_and_tflops_are_of_each_of_f
     for shown in (panel, many):
         shown.update(told)
     last = told[-1].events
-    assert columns(panel)["tokens_per_s"][-1] == pytest.approx(
-        sum(e.tokens for e in last) / max(e.step_time_s for e in last)
-    )
+    rate = sum(e.tokens for e in last) / max(e.step_time_s for e in last)
+    assert columns(panel)["tokens_per_s"][-1] == pytest.approx(rate)
     assert math.isnan(columns(panel)["median_tokens_per_s"][0])  # the first step after a change does not count
     assert "rank_7" in few.sources[0].numbers and "rank_0" not in many.sources[0].numbers
     assert columns(many)["least"][-1] == min(e.tflops for e in last)
@@ -405,8 +388,6 @@ def test_the_note_says_what_carries_it_and_how_fast_since_the_last_switch():
 
 
 # -- markers ---------------------------------------------------------------------------------------------------------
-
-
 def test_markers_keep_their_labels_apart():
     frame = StepAxis()
     frame.mark_all([(step, label, f"step {step}") for step, label in ((100, "a"), (105, "b"), (600, "c"))])

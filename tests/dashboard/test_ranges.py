@@ -1,7 +1,5 @@
 """Axes hold their data, and do not jump."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st

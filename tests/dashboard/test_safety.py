@@ -1,7 +1,5 @@
 """The card of checkpoints, recovery, incidents and drills against a lab without processes."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -72,8 +70,6 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
 def test_it_is_folded_at_first_and_what_is_chosen_holds_from_the_next_start_on(desk: Desk, tmp_path: Path) -> None:
     assert desk.box._body.layout.display == "none"
     assert desk.head() == "saving is off · recovery: ask · no incident"
@@ -99,19 +95,15 @@ def test_a_folder_that_cannot_be_is_said_beside_it_and_starts_nothing(desk: Desk
     (tmp_path / "taken").write_text("a file")
     desk.saving._when.value, desk.saving._folder.value = EVERY, "taken"
     desk.controls._start.click()
-    assert (
-        plain(desk.saving.message.value)
-        == "The folder taken cannot hold checkpoints: File exists: name a folder that is yours."
-    )
+    assert (plain(desk.saving.message.value)
+            == "The folder taken cannot hold checkpoints: File exists: name a folder that is yours.")  # fmt: skip
     assert "fsdp-refused" in desk.saving.message.value and desk.lab.current is None
     desk.saving._when.value = OFF
     desk.controls._start.click()
     assert desk.saving.message.value == "" and desk.lab.current is not None
 
 
-def test_save_now_saves_into_the_folder_of_the_field_whatever_was_chosen_at_the_start(
-    desk: Desk, tmp_path: Path
-) -> None:
+def test_save_now_saves_into_the_folder_of_the_field_whatever_was_chosen_at_the_start(desk: Desk, tmp_path: Path):
     desk.saving._when.value = EVERY
     desk.start()
     desk.saving._save.click()
@@ -167,8 +159,6 @@ def test_the_list_of_saves() -> None:
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------
-
-
 def test_an_evaluation_is_chosen_and_what_it_finds_is_said(desk: Desk) -> None:
     form = desk.box._evaluation
     assert form._every.disabled and plain(form.message.value).startswith("Results are drawn")
@@ -189,8 +179,6 @@ def test_an_evaluation_is_chosen_and_what_it_finds_is_said(desk: Desk) -> None:
 
 
 # -- recovery ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_run_that_waits_says_why_and_recover_goes_on_which_is_shown_while_it_lasts(desk: Desk) -> None:
     desk.lab.step_s = 0.03
     desk.lose()
@@ -245,8 +233,6 @@ def test_a_run_that_failed_can_be_recovered_too(desk: Desk) -> None:
 
 
 # -- incidents ---------------------------------------------------------------------------------------------------------
-
-
 def incident(step: int, **told: object) -> Incident:
     lost = RankLost(rank=1, engine=1, pid=1, host="here", reason="was <ended>", unix_s=100.0)
     return Incident(error=lost, step=step, ranks=2, detected_unix_s=100.0, **told)  # type: ignore[arg-type]
@@ -264,8 +250,6 @@ def test_incidents_are_told_newest_first() -> None:
 
 
 # -- drills ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_drill_is_explained_asked_for_and_a_slow_link_restored(desk: Desk) -> None:
     assert list(desk.drill._kind.options) == list(DRILLS)
     assert desk.drill._inject.disabled
@@ -304,8 +288,6 @@ def test_a_drill_that_is_refused_is_said_once(desk: Desk) -> None:
 
 
 # -- end ---------------------------------------------------------------------------------------------------------------
-
-
 def test_a_press_that_comes_too_late_does_nothing_and_with_a_closed_lab_only_the_fold_is_left(desk: Desk) -> None:
     """The run went on, or ended, while the page still showed the buttons."""
     desk.box._same.click()

@@ -1,7 +1,5 @@
 """The buttons of slow motion against a lab without processes: what they do, and what is said beside them."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """The two claims of the palettes: ranks can be told apart by colour-blind eyes, and classes by lightness or hatch."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -41,12 +39,9 @@ def oklab(rgb: np.ndarray) -> np.ndarray:
         [[0.41222147, 0.53633254, 0.05144599], [0.2119035, 0.6806995, 0.10739696], [0.08830246, 0.28171884, 0.6299787]]
     )
     lab = np.array(
-        [
-            [0.21045426, 0.79361779, -0.00407205],
-            [1.9779985, -2.4285922, 0.45059371],
-            [0.02590404, 0.78277177, -0.80867577],
-        ]
-    )
+        [[0.21045426, 0.79361779, -0.00407205], [1.9779985, -2.4285922, 0.45059371],
+         [0.02590404, 0.78277177, -0.80867577]]
+    )  # fmt: skip
     return lab @ np.cbrt(lms @ np.clip(rgb, 0, 1))
 
 

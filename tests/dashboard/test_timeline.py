@@ -1,7 +1,5 @@
 """The timeline panel: rows where spans were, gaps where nothing is known, and the step that a reader holds."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any
@@ -53,8 +51,6 @@ def plain(number: int, ranks: int = 2) -> Step:
 
 
 # -- what is drawn ---------------------------------------------------------------------------------------------------
-
-
 def test_every_span_is_drawn_where_it_was_or_left_out_where_there_are_too_many_and_counted(monkeypatch):
     watched, few = Watched(), Watched()
     step = traced(7, skew_s=0.002)
@@ -176,8 +172,6 @@ def test_another_spec_has_rows_of_its_own():
 
 
 # -- which step ------------------------------------------------------------------------------------------------------
-
-
 def test_it_follows_the_newest_at_most_so_often():
     watched = Watched()
     watched.panel.update([traced(1)])

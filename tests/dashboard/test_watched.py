@@ -1,7 +1,5 @@
 """A watched loop in the dashboard: its panels, with gaps where something is not known, and no switches."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
@@ -92,9 +90,8 @@ def test_tables_comparison_and_report_say_what_is_not_known(tmp_path: Any) -> No
     run = watched()
     row = run.table().rows[-1]
     columns = dict(zip(run.table().columns, row, strict=True))
-    assert [columns[c] for c in ("loss", "grad norm", "tokens/s", "TFLOPS/rank", "MFU", "comm/rank", "exposed")] == [
-        "–"
-    ] * 7
+    unknown = ("loss", "grad norm", "tokens/s", "TFLOPS/rank", "MFU", "comm/rank", "exposed")
+    assert [columns[c] for c in unknown] == ["–"] * 7
     assert columns["how"] == "watched fsdp2 full_shard fp32" and "note: Communication is not measured." in repr(
         run.table()
     )

@@ -1,7 +1,5 @@
 """What the parity suites share: small models of every family, runs of a whole plan in the pool, and their outcomes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -82,9 +80,8 @@ class Outcomes:
         """Their outcomes, in order; all of one world size."""
         wanted = {plan.key: plan for plan in plans if (plan.key, reduction) not in self._known}
         if wanted:
-            answers = self._pool.run(
-                _run, plans[0].world_size, list(wanted.values()), reduction=reduction, timeout_s=120
-            )
+            given = plans[0].world_size, list(wanted.values())
+            answers = self._pool.run(_run, *given, reduction=reduction, timeout_s=120)
             for key, by_rank in zip(wanted, zip(*answers, strict=True), strict=True):
                 self._known[key, reduction] = _joined(by_rank)
         return [self._known[plan.key, reduction] for plan in plans]
@@ -101,8 +98,6 @@ def _joined(by_rank: Sequence[Any]) -> Outcome:
 
 
 # -- in a rank -------------------------------------------------------------------------------------------------------
-
-
 def _run(place: Place, plans: list[Plan]) -> list[Any]:
     """For each plan: losses, digest of the parameters, digest of the buffers, and on rank 0 the parameters' values."""
     said = []
@@ -144,8 +139,7 @@ def _as_views(model: nn.Module) -> None:
 
     Where a tensor goes into several blocks (T5's encoder output, its position biases), autograd adds up its gradients.
     A view in between makes it add up those of one block first, then blocks; without, it takes them one by one, and the
-    sum is rounded elsewhere.
-    """
+    sum is rounded elsewhere."""
 
     def through(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return map_tensors(lambda t: t.view_as(t) if t.requires_grad else t, (args, kwargs))
@@ -155,8 +149,6 @@ def _as_views(model: nn.Module) -> None:
 
 
 # -- comparisons -----------------------------------------------------------------------------------------------------
-
-
 def assert_equal(got: Outcome, wanted: Outcome) -> None:
     """Every loss of every rank, every parameter, and every rank's buffers, bit for bit."""
     assert got.losses == wanted.losses

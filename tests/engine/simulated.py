@@ -9,8 +9,7 @@ vector clocks (Fidge 1988). Each stream has a clock, and so has the host; a wait
 to a stream follows what it did before. Two accesses of one memory, of which one writes, must be ordered; so must all
 accesses of memory that was freed, and the next allocation from the same pool. This covers every order at once.
 
-A wait can be left out (`without`): then it must be noticed.
-"""
+A wait can be left out (`without`): then it must be noticed."""
 
 from __future__ import annotations
 
@@ -180,8 +179,7 @@ class SimulatedDevice(TorchDispatchMode):
         waits: how often each wait was made.
         counts: of streams, events, marks, copies between host and device, collectives, and synchronisations of the host.
         races: two accesses of one memory that could happen in either order, in words. The ranks go on, as they do on a
-            device: one that stopped would leave the others in a collective.
-    """
+            device: one that stopped would leave the others in a collective."""
 
     def __init__(self, *, without: Wait | None = None) -> None:
         super().__init__()
@@ -292,9 +290,8 @@ class SimulatedDevice(TorchDispatchMode):
         for t in made:
             self._of(t, new=True).is_host = is_host
         if not func._schema.name.startswith("aten::empty") and func.overloadpacket not in (aten.new_empty, aten.set_):
-            self._access(
-                stream, func._schema.name, [*read, *(t for t in written if _reads_too(func))], [*written, *made]
-            )
+            all_read = [*read, *(t for t in written if _reads_too(func))]
+            self._access(stream, func._schema.name, all_read, [*written, *made])
         self._count(func, given, [*read, *written])
         return found
 
@@ -401,9 +398,8 @@ class SimulatedDevice(TorchDispatchMode):
 
     def _check(self, before: Access | None, access: Access, stream: Stream) -> None:
         if before is not None and not before.precedes(stream.clock):
-            self.races.append(
-                f"{access.what} on {access.stream} ({_place()}) does not wait for {before.what} on {before.stream}"
-            )
+            other = f"{before.what} on {before.stream}"
+            self.races.append(f"{access.what} on {access.stream} ({_place()}) does not wait for {other}")
 
     def _stream(self, name: str) -> Stream:
         return self.streams.setdefault(name, Stream(self, name))

@@ -1,7 +1,5 @@
 """What cannot be is refused: with a sentence that names the parameter or module and says what to do, on every rank."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools
@@ -92,8 +90,6 @@ def trains_on(model: Any, place: Place) -> None:
 
 
 # -- meshes and arguments ----------------------------------------------------------------------------------------------
-
-
 def meshes(place: Place) -> None:
     flat = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -170,8 +166,6 @@ def asked_to_shard(place: Place) -> None:
 
 
 # -- what is asked of a sharded model at the wrong time, or of one that is not sharded ---------------------------------
-
-
 def whole(model: Any, **changed: Any) -> dict[str, Any]:
     """All values of a model, but for some (`last_weight` is that of last.weight)."""
     values = {name: t.clone() for name, t in full_state(model)}
@@ -230,8 +224,6 @@ def asked_of_a_model(place: Place) -> None:
 
 
 # -- what cannot be sharded --------------------------------------------------------------------------------------------
-
-
 class Packed(nn.Parameter):
     """Numbers packed into bytes, as quantized layers have them."""
 
@@ -361,8 +353,6 @@ def nothing_to_shard(place: Place) -> None:
 
 
 # -- ranks that build different models ---------------------------------------------------------------------------------
-
-
 def _wider(model: Any) -> None:
     model.blocks[1].up = nn.Linear(WIDTH, 9)
     model.blocks[1].down = nn.Linear(9, WIDTH)
@@ -383,13 +373,11 @@ def _cast(model: Any) -> Any:
 DIFFERENCES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "shape": (_wider, r"up.weight \(7, 6\) .* in Block on rank 0 of the mesh, up.weight \(9, 6\) .* in Block on rank"),
     "a parameter less": (lambda m: setattr(m.blocks[1].down, "bias", None), r"down.bias \(6,\) .* on rank 0"),
-    "frozen": (
-        lambda m: m.blocks[1].norm.weight.requires_grad_(False),
-        r"norm.weight \(6,\) .*requires_grad=True.* on rank 0 .* norm.weight .*requires_grad=False",
-    ),
+    "frozen": (lambda m: m.blocks[1].norm.weight.requires_grad_(False),
+               r"norm.weight \(6,\) .*requires_grad=True.* on rank 0 .* norm.weight .*requires_grad=False"),
     "a block less": (lambda m: m.blocks.pop(1), r"norm.weight .* in Block on rank 0 .* first.weight"),
     "tied": (_tied_to_the_root, r"on rank 0 of the mesh, norm.bias of Block tied in Net on rank"),
-}
+}  # fmt: skip
 SHARDED_DIFFERENTLY: dict[str, tuple[Callable[[Any], Any], str]] = {
     "groups": (_grouped, "group=1"),
     "policies": (_cast, "param_dtype=torch.bfloat16"),
@@ -427,8 +415,6 @@ def test_ranks_that_build_or_shard_differently(pool: Pool, world_size: int, shar
 
 
 # -- parameters changed behind the engine's back -----------------------------------------------------------------------
-
-
 def replaced(place: Place) -> None:
     model = by_block(make())
     step(model, place)
@@ -516,8 +502,6 @@ def written_to_inside_unshard(place: Place) -> None:
 
 
 # -- calls and outputs that would go wrong -----------------------------------------------------------------------------
-
-
 def inner_module_by_itself(place: Place) -> None:
     """It has no hooks of ours, and its parameters are sharded."""
     model = by_block(make())
@@ -622,11 +606,8 @@ def collectives_of_a_caller(place: Place, over_wire: bool) -> None:
     model = by_block(make())
     mean_square(model, batch(0, place.rank)).backward()
     p = model.first.weight
-    for use in (
-        lambda: dist.all_reduce(p.grad),
-        lambda: dist.broadcast(p.data, 0),
-        lambda: dist.all_gather([torch.zeros(p.shape) for _ in range(place.world_size)], p.detach()),
-    ):
+    for use in (lambda: dist.all_reduce(p.grad), lambda: dist.broadcast(p.data, 0),
+                lambda: dist.all_gather([torch.zeros(p.shape) for _ in range(place.world_size)], p.detach())):  # fmt: skip
         with refused(says, TypeError if over_wire else ShardError):
             use()
     norm = p.grad.norm().full_tensor()
@@ -644,8 +625,6 @@ def test_collectives_of_a_caller(pool: Pool, over_wire: bool) -> None:
 
 
 # -- state and optimizers ----------------------------------------------------------------------------------------------
-
-
 def state_inside_unshard(place: Place) -> None:
     model, plain = by_block(make()), make()
     with unshard(model):
@@ -829,8 +808,6 @@ def assigned_under_an_optimizer(place: Place) -> None:
 
 
 # -- exceptions in the middle of a step --------------------------------------------------------------------------------
-
-
 def _fail(*_: Any) -> None:
     raise ValueError("trouble in the forward")
 

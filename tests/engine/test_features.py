@@ -1,7 +1,5 @@
 """What the engine does with all kinds of models and calls: each trains beside the plain model, equal bit for bit."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import namedtuple
@@ -58,9 +56,8 @@ from tests.engine.toys import (
 from tests.models.small import SMALL, filled
 from tests.pool import Place, Pool
 
+
 # -- models that differ in what is called, and how units lie in them ---------------------------------------------------
-
-
 def frozen(model: Any, *names: str) -> Any:
     for name in names:
         model.get_submodule(name).requires_grad_(False)
@@ -232,7 +229,6 @@ def checkpoints_in_bf16(place: Place) -> None:
 
 
 # -- which parameters train, and which are used ------------------------------------------------------------------------
-
 ADAMW = partial(torch.optim.AdamW, lr=0.1, foreach=True)
 
 
@@ -374,8 +370,6 @@ def tied_in_and_between_units(place: Place) -> None:
 
 
 # -- forwards without a backward, inputs and outputs -------------------------------------------------------------------
-
-
 class Dropping(Block):
     """Another forward in training than in evaluation."""
 
@@ -474,8 +468,6 @@ def outputs(place: Place) -> None:
 
 
 # -- backwards of every kind -------------------------------------------------------------------------------------------
-
-
 def part_of_the_graph(place: Place) -> None:
     """A backward that ends in the middle of the model is over, and the next forward may come."""
     model = by_block(make())
@@ -527,8 +519,6 @@ def accumulation_with_units_that_come_and_go(place: Place) -> None:
 
 
 # -- precision ---------------------------------------------------------------------------------------------------------
-
-
 class Seen(Block):
     """Writes down the dtypes that it computes with."""
 
@@ -642,8 +632,6 @@ def torchs_policies(place: Place) -> None:
 
 
 # -- torch.compile -----------------------------------------------------------------------------------------------------
-
-
 def compiled(place: Place) -> None:
     """Traced and differentiated ahead of time, but run by torch's own kernels: needs no compiler."""
     counters = torch._dynamo.utils.counters
@@ -673,8 +661,6 @@ def test_compile(pool: Pool) -> None:
 
 
 # -- hooks of users ----------------------------------------------------------------------------------------------------
-
-
 def hooks_of_users(place: Place) -> None:
     """Hooks on modules, put on before sharding and after it, run as often as on the plain model and see the same."""
 
@@ -739,7 +725,6 @@ def drawn_after_sharding(place: Place) -> None:
 
 
 # -- deferred initialisation -------------------------------------------------------------------------------------------
-
 STRATEGIES = {
     2: (Strategy(sharding="zero1"), Strategy(sharding="no_shard"), Strategy(precision="bf16", offload="all")),
     3: (Strategy(wrap="min_params:5000"), Strategy(offload="optimizer")),
@@ -802,11 +787,7 @@ def built_on_meta(place: Place) -> None:
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(full_state(model), full_state(plain), strict=True))
 
 
-@everywhere(
-    globals(),
-    (compiled,),
-    (rules_of_the_schedule,),
-    (trained_beside, two_modules_are_gathered_once, checkpoints_in_bf16),
-)
+@everywhere(globals(), (compiled,), (rules_of_the_schedule,),
+            (trained_beside, two_modules_are_gathered_once, checkpoints_in_bf16))  # fmt: skip
 def test_in_ranks(pool: Pool, scenario: Scenario, ranks: int) -> None:
     pool.run(scenario, ranks)

@@ -25,9 +25,7 @@ def elements(bounds: tuple[int, int]) -> range:
 
 
 @given(layouts())
-def test_shards_and_parameters_partition_the_buffer_and_padding_is_no_more_than_asked_for(
-    given: tuple[Layout, int],
-) -> None:
+def test_shards_and_parameters_partition_the_buffer_and_padding_is_no_more_than_asked_for(given: tuple[Layout, int]):
     """Less than 16 bytes behind each parameter, less than 16 in each shard but for what F does not divide."""
     layout, itemsize = given
     ranks, align = range(layout.factor), ALIGN_BYTES // itemsize

@@ -4,8 +4,6 @@ Each loop is a script as scenarios/engines.py has them, run in every rank under 
 the batches of all ranks; units are freed after each forward, and then kept. FSDP2's parameters have the same bits as ours.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -124,8 +122,6 @@ def training(make_loss: Callable[[Any, Tensor, Tensor], Tensor], kind: Any = Net
 
 
 # -- several forwards --------------------------------------------------------------------------------------------------
-
-
 def what_the_first_gave(place: Place) -> None:
     """Three forwards, one loss, one backward; the last takes what the first gave."""
     pad = nn.functional.pad
@@ -196,8 +192,6 @@ def parts_of_the_outputs(place: Place) -> None:
 
 
 # -- units by themselves -----------------------------------------------------------------------------------------------
-
-
 def inner_units(place: Place) -> None:
     """After the root, or before it (which FSDP2 refuses later): with and without gradients."""
 
@@ -296,8 +290,6 @@ def a_unit_that_calls_itself(place: Place) -> None:
 
 
 # -- gradients on and off ----------------------------------------------------------------------------------------------
-
-
 class PartlyWithout(Net):
     """A unit is called under no_grad, on what requires a gradient; with one input and with two."""
 
@@ -391,8 +383,6 @@ def odd_inputs_and_outputs(place: Place) -> None:
 
 
 # -- forwards inside a backward ----------------------------------------------------------------------------------------
-
-
 class Recomputing(torch.autograd.Function):
     """A custom function that keeps nothing and calls the module again in its backward, as reversible networks do."""
 
@@ -494,8 +484,6 @@ def freed_in_time(place: Place) -> None:
 
 
 # -- what a caller asks for, and exceptions ----------------------------------------------------------------------------
-
-
 def handles(place: Place) -> None:
     model, plain = by_block(make()), make()
     block = model.blocks[1]
@@ -584,8 +572,6 @@ def test_inputs_are_moved_to_the_device() -> None:
 
 
 # -- unequal numbers of batches ----------------------------------------------------------------------------------------
-
-
 def unequal(place: Place, where: str) -> str:
     """Rank 1 has a batch less, and waits for rank 0 elsewhere. Plain groups of torch's, with a short timeout."""
     ranks: Any = {"rank": place.rank, "world_size": place.world_size}
@@ -630,7 +616,6 @@ def test_in_ranks(pool: Pool, scenario: Scenario, ranks: int) -> None:
 
 
 # -- the engine's example in the reference, as it stands -------------------------------------------------------------------
-
 REPO = Path(__file__).resolve().parents[2]
 ENDING = """
 import glob  # a thread of Gloo's that is left may need the interpreter when it ends, and torch would abort

@@ -1,9 +1,6 @@
 """The engine in memory that ranks share: nobody reads what was freed, or what comes too early or too late.
 
-Also where gathered parameters are the shards of all ranks where they lie, and nothing is copied.
-"""
-
-from __future__ import annotations
+Also where gathered parameters are the shards of all ranks where they lie, and nothing is copied."""
 
 import random
 import re
@@ -277,16 +274,14 @@ def test_where_it_is_not_possible_it_is_refused_in_a_sentence(pool: Pool) -> Non
         assert "map_shards is for ranks on CPUs that share memory, as by fsdp_lab.init_process_group()" in text
 
 
-DOES_NOT_GO_WITH = [
-    ({"backend": "fsdp2"}, "fsdp2 copies what it gathers"),
-    ({"sharding": "no_shard"}, "nothing is gathered with no_shard"),
-    ({"offload": "optimizer"}, "what is offloaded is copied"),
-    ({"precision": "bf16"}, "gathered in another precision"),
-    ({"precision": Precision(norm="bf16")}, "gathered in another precision"),
-    ({"world_size": 4, "reshard_size": 2}, "nothing is kept between forward and backward"),
-    ({"devices": ["cuda:0", "cuda:1"]}, "GPUs do not share memory"),
-    ({"link": "1 GB/s"}, "over an emulated link what is gathered would have to be sent"),
-]
+DOES_NOT_GO_WITH = [({"backend": "fsdp2"}, "fsdp2 copies what it gathers"),
+                    ({"sharding": "no_shard"}, "nothing is gathered with no_shard"),
+                    ({"offload": "optimizer"}, "what is offloaded is copied"),
+                    ({"precision": "bf16"}, "gathered in another precision"),
+                    ({"precision": Precision(norm="bf16")}, "gathered in another precision"),
+                    ({"world_size": 4, "reshard_size": 2}, "nothing is kept between forward and backward"),
+                    ({"devices": ["cuda:0", "cuda:1"]}, "GPUs do not share memory"),
+                    ({"link": "1 GB/s"}, "over an emulated link what is gathered would have to be sent")]  # fmt: skip
 
 
 def test_a_spec_says_what_does_not_go_with_it() -> None:
@@ -299,8 +294,6 @@ def test_a_spec_says_what_does_not_go_with_it() -> None:
 
 
 # -- freed memory, copies, and what users send ---------------------------------------------------------------------------
-
-
 def poison(patch: pytest.MonkeyPatch) -> list[ArenaBlock]:
     """Fills what is free with ones, which are NaN as numbers. Returns a list of what was filled, which grows."""
     filled: list[ArenaBlock] = []
@@ -317,11 +310,8 @@ def poison(patch: pytest.MonkeyPatch) -> list[ArenaBlock]:
 
 
 STRATEGIES: tuple[dict[str, Any], ...] = (
-    {},
-    {"sharding": "shard_grad_op"},
-    {"forward_prefetch": 3, "backward_prefetch": 3},
-    {"offload": "all"},
-)
+    {}, {"sharding": "shard_grad_op"}, {"forward_prefetch": 3, "backward_prefetch": 3}, {"offload": "all"},
+)  # fmt: skip
 
 
 def trained_while_poisoned(place: Place) -> list[int]:

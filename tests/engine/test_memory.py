@@ -1,7 +1,5 @@
 """Bytes, as numbers: what storages hold, at every phase of real steps, and in sum what the formulas of ZeRO and FSDP say."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,15 +9,7 @@ import torch
 from torch import Tensor, distributed as dist, nn
 from torch.nn import functional as F
 
-from fsdp_lab.engine import (
-    full_state,
-    fully_shard,
-    load_full_state,
-    parameter_groups,
-    runtime_of,
-    shards_of,
-    units_of,
-)
+from fsdp_lab.engine import full_state, fully_shard, load_full_state, parameter_groups, runtime_of, shards_of, units_of
 from fsdp_lab.engine.schedule import Direction, Phase
 from fsdp_lab.engine.unit import UnitState
 from fsdp_lab.spec.spec import Strategy
@@ -77,7 +67,6 @@ def batch(rank: int) -> Tensor:
 
 
 # -- every phase of a step -------------------------------------------------------------------------------------------
-
 HYBRID = {"sharding": "hybrid_shard", "shard_size": 2, "precision": "bf16", "limit_reductions": 3}
 SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {  # world size, strategy
     "full_shard of 3": (3, {}),
@@ -104,12 +93,9 @@ def held(model: Model) -> Counter[str]:
         came = list(flat.gradients.pieces.values())
         whole = [] if flat.is_view_of_master or not flat.gathered.is_held else [flat.full]
         for kind, tensors in {
-            "parameters": [flat.master],
-            "unsharded": whole,
-            "copies": [flat.device_shard, flat.post_forward_shard],
-            "unsharded gradients": [*came, flat.gradients.unsharded],
-            "gradients": [flat.gradients.reduced],
-        }.items():
+            "parameters": [flat.master], "unsharded": whole, "copies": [flat.device_shard, flat.post_forward_shard],
+            "unsharded gradients": [*came, flat.gradients.unsharded], "gradients": [flat.gradients.reduced],
+        }.items():  # fmt: skip
             found[kind] += sum(t.untyped_storage().nbytes() for t in tensors if t is not None)
     sent = [reduction.unsharded for _, some in runtime_of(model).reducing for reduction in some]
     found["unsharded gradients"] += sum(t.nbytes for t in sent if t is not None)
@@ -169,14 +155,10 @@ class Auditor:
         stays = self.strategy.sharding == "zero1" and not flat.is_view_of_master
         whole = self.counted(self.units, 4) if self.strategy.shards_optimizer_only else self.parameters
         assert got == Counter(
-            {
-                "parameters": self.parameters,
-                "unsharded": self.whole(self.units, self.gathered) if stays else 0,
-                "copies": self.shards(self.units) if self.strategy.offload == "optimizer" else 0,
-                "unsharded gradients": 0,
-                "gradients": whole if with_gradients else 0,
-            }
-        )
+            {"parameters": self.parameters, "unsharded": self.whole(self.units, self.gathered) if stays else 0,
+             "copies": self.shards(self.units) if self.strategy.offload == "optimizer" else 0, "unsharded gradients": 0,
+             "gradients": whole if with_gradients else 0}
+        )  # fmt: skip
 
 
 def audited(place: Place, name: str) -> tuple[int, int, int]:
@@ -242,33 +224,26 @@ def test_shares_and_bytes_sent_are_what_zero_says(pool: Pool) -> None:
     3 Psi where units are gathered twice (section 7), which the root and the last block are not."""
     once = {"all_gather": BLOCKS + 1, "reduce_scatter": BLOCKS + 1}
     for world_size, sharding, copies, gathered, counts in (
-        (3, "full_shard", (1, 1), 0, {**once, "all_gather": 2 * BLOCKS}),
-        (3, "shard_grad_op", (1, 1), 0, once),
-        (2, "zero1", (1, 2), 2, once),
-        (2, "no_shard", (2, 2), 0, {"all_reduce": BLOCKS + 1}),
-    ):
+        (3, "full_shard", (1, 1), 0, {**once, "all_gather": 2 * BLOCKS}), (3, "shard_grad_op", (1, 1), 0, once),
+        (2, "zero1", (1, 2), 2, once), (2, "no_shard", (2, 2), 0, {"all_reduce": BLOCKS + 1}),
+    ):  # fmt: skip
         results = pool.run(shares, world_size, {"sharding": sharding})
         _, psi, stepped, sent = results[0]
         total = sum((full for full, *_ in results), Counter[str]())
         assert total["parameters"] == copies[0] * 4 * psi
-        assert total["gradients"] == pytest.approx(
-            copies[1] * 4 * psi, rel=0.05 if sharding == "zero1" else 0
-        )  # ZeRO-1 keeps counts
+        # ZeRO-1 keeps counts
+        assert total["gradients"] == pytest.approx(copies[1] * 4 * psi, rel=0.05 if sharding == "zero1" else 0)
         assert total["optimizer"] == copies[0] * 2 * 4 * stepped
         assert total["unsharded"] == gathered * 4 * psi
         assert total["unsharded gradients"] == 0
-        assert all(its == sent for *_, its in results), (
-            "the order of collectives, and their sizes, are the same on all ranks"
-        )
+        assert all(its == sent for *_, its in results), "all ranks send the same sizes in one order"
         assert Counter(kind for kind, _ in sent) == counts
         times = sum(size for _, size in sent) / (4 * psi * (world_size - 1) / world_size)
-        assert 2 < times < 3 if sharding == "full_shard" else times == pytest.approx(2, rel=0.03), (
-            sharding
-        )  # with counts
+        # with counts
+        assert 2 < times < 3 if sharding == "full_shard" else times == pytest.approx(2, rel=0.03), sharding
 
 
 # -- deferred initialisation -----------------------------------------------------------------------------------------
-
 SLACK_BYTES = 16 * 1024  # names that are compared between ranks, and single elements
 
 

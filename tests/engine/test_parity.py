@@ -7,10 +7,7 @@ asks for bf16 buffers ours has the bits of FSDP1.
 
 A run that goes from ours to every other backend and back has the same bits as one that never left, but where it passes
 through hybrid sharding or low precision: it is compared with one of FSDP2's that does in test_parity_session.py (the
-trainer: clipping, gradient norms, the scaler). test_properties.py has a second oracle.
-"""
-
-from __future__ import annotations
+trainer: clipping, gradient norms, the scaler). test_properties.py has a second oracle."""
 
 import shutil
 from typing import Any
@@ -65,8 +62,7 @@ def test_every_model_in_several_world_sizes(outcomes: Outcomes, model: str, worl
 
     In T5 several blocks share an input (the encoder's output, position biases). FSDP2 and ours let blocks see inputs
     through views, and so their gradients are added up block by block; DDP must do the same, or its sums are rounded
-    elsewhere.
-    """
+    elsewhere."""
     options = {"optimizer": of_model(model, world_size)}
     ddp = plan((spec(model, world_size, backend="ddp", **options), STEPS), views=model == "t5")
     fsdp2 = reference(outcomes, model, world_size, **options)
@@ -82,15 +78,12 @@ def test_on_the_wire_as_users_have_it(outcomes: Outcomes) -> None:
 
 
 # -- strategies do not change the result -----------------------------------------------------------------------------
-
-ELSEWHERE = [
-    {"offload": "optimizer", "sharding": "zero1"},
-    {"wrap": "every:2", "forward_prefetch": 2, "backward_prefetch": 2, "offload": "all"},
-    {"wrap": "min_params:100", "sharding": "shard_grad_op", "forward_prefetch": 3, "limit_all_gathers": 3},
-    {"wrap": "class:LayerNorm", "sharding": "zero1"},
-    {"recompute": "every:2", "wrap": "whole", "sharding": "no_shard"},
-    {"recompute": "full", "wrap": "class:GPT2MLP", "backward_prefetch_point": "after"},
-]
+ELSEWHERE = [{"offload": "optimizer", "sharding": "zero1"},
+             {"wrap": "every:2", "forward_prefetch": 2, "backward_prefetch": 2, "offload": "all"},
+             {"wrap": "min_params:100", "sharding": "shard_grad_op", "forward_prefetch": 3, "limit_all_gathers": 3},
+             {"wrap": "class:LayerNorm", "sharding": "zero1"},
+             {"recompute": "every:2", "wrap": "whole", "sharding": "no_shard"},
+             {"recompute": "full", "wrap": "class:GPT2MLP", "backward_prefetch_point": "after"}]  # fmt: skip
 
 
 def test_where_and_how_does_not_change_the_result(outcomes: Outcomes) -> None:
@@ -98,13 +91,9 @@ def test_where_and_how_does_not_change_the_result(outcomes: Outcomes) -> None:
 
 
 WHEN = {
-    "sharding": ["full_shard", "shard_grad_op"],
-    "forward_prefetch": [0, 2],
-    "backward_prefetch": [0, 1, 3],
-    "limit_all_gathers": [0, 1, 2],
-    "limit_reductions": [1, 3],
-    "backward_prefetch_point": ["before", "after"],
-}
+    "sharding": ["full_shard", "shard_grad_op"], "forward_prefetch": [0, 2], "backward_prefetch": [0, 1, 3],
+    "limit_all_gathers": [0, 1, 2], "limit_reductions": [1, 3], "backward_prefetch_point": ["before", "after"],
+}  # fmt: skip
 
 
 def test_when_it_is_gathered_does_not_change_the_result(outcomes: Outcomes) -> None:
@@ -113,7 +102,6 @@ def test_when_it_is_gathered_does_not_change_the_result(outcomes: Outcomes) -> N
 
 
 # -- hybrid sharding, and a smaller group between forward and backward ---------------------------------------------------
-
 HYBRIDS = [
     {"sharding": "hybrid_shard"},
     {"sharding": "hybrid_shard", "shard_size": 2, "offload": "all", "forward_prefetch": 2, "recompute": "full"},
@@ -141,8 +129,6 @@ def test_resharding_to_a_smaller_group(outcomes: Outcomes) -> None:
 
 
 # -- accumulation ----------------------------------------------------------------------------------------------------
-
-
 SYNCS = [("every", 2, 3), ("last", 3, 2)]
 
 
@@ -161,15 +147,12 @@ def test_accumulation_in_hybrid_sharding(outcomes: Outcomes) -> None:
 
 
 # -- compiled blocks -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler")
 def test_compiled_blocks(outcomes: Outcomes) -> None:
     """Against FSDP2 with the same compiled blocks: kernels that compute several operations at once round elsewhere.
 
-    One rank comes first: what it compiles is found again by two, none of which then waits long for the other.
-    """
+    One rank comes first: what it compiles is found again by two, none of which then waits long for the other."""
     options = {"compile": True, "optimizer": "sgd"}
     for world_size in (1, 2):
         lab = steady("llama tied", world_size, backend="lab", sharding="zero1", offload="optimizer", **options)
@@ -181,15 +164,10 @@ def test_compiled_blocks(outcomes: Outcomes) -> None:
 
 
 # -- low precision ---------------------------------------------------------------------------------------------------
-
-PRECISIONS = {
-    "bf16": "bf16",
-    "bf16 sums": Precision(param="bf16", reduce="bf16"),
-    "fp16": "fp16",
-    "fp32 sums of fp16": Precision(param="fp16", reduce="fp32"),
-    "bf16 sums of fp32": Precision(param="fp32", reduce="bf16"),
-    "fp32 output": Precision(param="bf16", output="fp32"),
-}
+PRECISIONS = {"bf16": "bf16", "bf16 sums": Precision(param="bf16", reduce="bf16"), "fp16": "fp16",
+              "fp32 sums of fp16": Precision(param="fp16", reduce="fp32"),
+              "bf16 sums of fp32": Precision(param="fp32", reduce="bf16"),
+              "fp32 output": Precision(param="bf16", output="fp32")}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -251,18 +229,11 @@ def test_batchnorm_stays_in_fp32(outcomes: Outcomes) -> None:
 
 
 # -- from one backend to another -------------------------------------------------------------------------------------
-
-AROUND = (
-    {"backend": "lab"},
-    {"backend": "fsdp2", "sharding": "shard_grad_op"},
-    {"backend": "lab", "sharding": "zero1", "wrap": "every:2"},
-    {"backend": "ddp"},
-    {"backend": "fsdp1", "wrap": "whole"},
-    {"backend": "lab", "offload": "all", "recompute": "full"},
-    {"backend": "lab", "sharding": "no_shard", "offload": "optimizer"},
-    {"backend": "fsdp2", "offload": "all"},
-    {"backend": "lab", "wrap": "min_params:300", "forward_prefetch": 2},
-)
+AROUND = ({"backend": "lab"}, {"backend": "fsdp2", "sharding": "shard_grad_op"},
+          {"backend": "lab", "sharding": "zero1", "wrap": "every:2"}, {"backend": "ddp"},
+          {"backend": "fsdp1", "wrap": "whole"}, {"backend": "lab", "offload": "all", "recompute": "full"},
+          {"backend": "lab", "sharding": "no_shard", "offload": "optimizer"}, {"backend": "fsdp2", "offload": "all"},
+          {"backend": "lab", "wrap": "min_params:300", "forward_prefetch": 2})  # fmt: skip
 
 
 def path(model: str, world_size: int, *parts: tuple[dict[str, Any], int], **common: Any) -> Plan:
@@ -273,20 +244,15 @@ def path(model: str, world_size: int, *parts: tuple[dict[str, Any], int], **comm
 def test_around_all_backends(outcomes: Outcomes) -> None:
     """Two steps on each of the first, one on the others, and one at home again."""
     around = [*((changes, 2 if i < 2 else 1) for i, changes in enumerate(AROUND)), (AROUND[0], 1)]
-    steady, switched = outcomes.of(
-        path("llama tied", 2, (AROUND[0], len(AROUND) + 3), optimizer="adamw"),
-        path("llama tied", 2, *around, optimizer="adamw"),
-    )
+    steady, switched = outcomes.of(path("llama tied", 2, (AROUND[0], len(AROUND) + 3), optimizer="adamw"),
+                                   path("llama tied", 2, *around, optimizer="adamw"))  # fmt: skip
     assert_equal(switched, steady)
 
 
 def test_there_and_back_loses_no_bit(outcomes: Outcomes) -> None:
     """To every precision, and back before a step was done: neither masters, nor moments, nor rotary frequencies change."""
-    away = (
-        {"precision": "bf16"},
-        {"precision": "fp16", "offload": "all"},
-        {"precision": "bf16-pure", "sharding": "zero1"},
-    )
+    away = ({"precision": "bf16"}, {"precision": "fp16", "offload": "all"},
+            {"precision": "bf16-pure", "sharding": "zero1"})  # fmt: skip
     around = path("llama", 2, ({}, 2), *((s, 0) for s in away), ({}, 2), backend="lab")
     steady, switched = outcomes.of(path("llama", 2, ({}, 4), backend="lab"), around)
     assert_equal(switched, steady)

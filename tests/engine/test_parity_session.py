@@ -36,11 +36,8 @@ class Run:
     def same(self, other: Run) -> bool:
         """Everything to the bit."""
         said = all(self.all(name) == other.all(name) for name in SAID)
-        return (
-            said
-            and (self.losses, self.scale) == (other.losses, other.scale)
-            and all(torch.equal(t, other.parameters[name]) for name, t in self.parameters.items())
-        )
+        return (said and (self.losses, self.scale) == (other.losses, other.scale)
+                and all(torch.equal(t, other.parameters[name]) for name, t in self.parameters.items()))  # fmt: skip
 
 
 Follow = Callable[..., Run]
@@ -85,7 +82,6 @@ def _follow(place: Place, plan: str, scale: float | None) -> list[Any]:
 
 
 # -- fp16's scaler ---------------------------------------------------------------------------------------------------
-
 FP16 = {"precision": "fp16", "optimizer": "sgd"}
 OVERFLOWS = 2.0**26  # a scale at which no gradient is finite in fp16; it is halved until they are
 
@@ -112,16 +108,13 @@ def test_low_gradients_are_unscaled_in_fp32(follow: Follow) -> None:
 
 
 # -- a whole training moves ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_training_moves_whole(follow: Follow) -> None:
     """Through every backend, hybrid sharding, bf16 and a change of the batch: against FSDP2 in the same turns.
 
     Losses and parameters have equal bits: so the data went on where it was, moments and their count of steps came along, and
     the fp32 masters were neither lost in bf16 nor by the way of hybrid sharding. Neither switches nor steps draw
-    random numbers.
-    """
+    random numbers."""
     turns: list[tuple[dict[str, Any], int]] = [
         ({}, 1), ({"sharding": "hybrid_shard"}, 2), ({}, 3), ({"precision": "bf16"}, 1),
         ({"micro_batch": 1, "accumulate": 2}, 1),

@@ -1,7 +1,6 @@
 """Over random models and strategies: what goes into a sharded model comes out of it, bit for bit.
 
-Hypothesis draws several models for each run of the ranks; what fails is told by the number of its case.
-"""
+Hypothesis draws several models for each run of the ranks; what fails is told by the number of its case."""
 
 from __future__ import annotations
 
@@ -37,7 +36,6 @@ from tests.engine.toys import noted, options_of
 from tests.pool import Place, Pool
 
 # -- random trees of modules as data, drawn here and built alike in every rank ----------------------------------------------
-
 WIDTH = 8  # of what goes from module to module: [3, WIDTH], fp32
 DRAWN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 DEPTH = 3
@@ -72,8 +70,6 @@ class Case:
 
 
 # -- drawing ---------------------------------------------------------------------------------------------------------
-
-
 @st.composite
 def nodes(draw: st.DrawFn, depth: int = DEPTH, dtypes: tuple[str, ...] = tuple(DRAWN)) -> Node:
     kind = draw(st.sampled_from(["linear", "odd", "odd", "norm", "embedding"]))
@@ -85,31 +81,20 @@ def nodes(draw: st.DrawFn, depth: int = DEPTH, dtypes: tuple[str, ...] = tuple(D
     else:
         shapes = {"linear": ((a, b), (a,)), "norm": ((a,), (a,)), "embedding": ((b, a),)}[kind]
     below = nodes(depth - 1, dtypes)
-    return Node(
-        kind=kind,
-        shapes=shapes,
-        dtype=draw(st.sampled_from(dtypes)),
-        children=tuple(draw(st.lists(below, min_size=2 * (depth == DEPTH), max_size=3))) if depth else (),
-        is_unit=draw(st.sampled_from([True, False])),
-        times=draw(st.sampled_from([1, 1, 1, 2, 0])),
-    )
+    return Node(kind=kind, shapes=shapes, dtype=draw(st.sampled_from(dtypes)),
+                children=tuple(draw(st.lists(below, min_size=2 * (depth == DEPTH), max_size=3))) if depth else (),
+                is_unit=draw(st.sampled_from([True, False])), times=draw(st.sampled_from([1, 1, 1, 2, 0])))  # fmt: skip
 
 
 @st.composite
 def cases(draw: st.DrawFn, world_size: int, dtypes: tuple[str, ...] = tuple(DRAWN)) -> Case:
     some = st.integers(0, 30)
     values = st.sampled_from([0.0, -0.0, 1.5, -3.25, float("inf"), float("nan")])
-    return Case(
-        tree=draw(nodes(dtypes=dtypes)),
-        strategy=draw(strategies(world_size)),
-        ties=tuple(draw(st.lists(st.tuples(some, some), max_size=4))),
-        frozen=tuple(draw(st.lists(some, max_size=3))),
-        ignored=tuple(draw(st.lists(some, max_size=2))),
-        on_meta=draw(st.booleans()),
-        groups=draw(st.integers(1, 3)),
-        seed=draw(st.integers(0, 99)),
-        written=tuple(draw(st.lists(st.tuples(some, st.integers(0, 500), values), max_size=4))),
-    )
+    return Case(tree=draw(nodes(dtypes=dtypes)), strategy=draw(strategies(world_size)),
+                ties=tuple(draw(st.lists(st.tuples(some, some), max_size=4))),
+                frozen=tuple(draw(st.lists(some, max_size=3))), ignored=tuple(draw(st.lists(some, max_size=2))),
+                on_meta=draw(st.booleans()), groups=draw(st.integers(1, 3)), seed=draw(st.integers(0, 99)),
+                written=tuple(draw(st.lists(st.tuples(some, st.integers(0, 500), values), max_size=4))))  # fmt: skip
 
 
 @st.composite
@@ -117,23 +102,16 @@ def strategies(draw: st.DrawFn, world_size: int, precision: str = "fp32") -> Str
     sharding = draw(st.sampled_from(SHARDINGS))
     divisors = [f for f in range(1, world_size + 1) if world_size % f == 0]
     between = [f for f in divisors if 1 < f < world_size]
-    return Strategy(
-        sharding=sharding,
-        shard_size=draw(st.sampled_from(divisors)) if Strategy(sharding=sharding).is_hybrid else None,
-        reshard_size=draw(st.sampled_from([None, *between])) if sharding == "full_shard" else None,
-        precision=precision,
-        offload=draw(st.sampled_from(["none", "none", "optimizer", "all"])),
-        forward_prefetch=draw(st.integers(0, 2)),
-        backward_prefetch=draw(st.integers(0, 2)),
-        backward_prefetch_point=draw(st.sampled_from(["before", "after"])),
-        limit_all_gathers=draw(st.integers(0, 3)),
-        limit_reductions=draw(st.integers(1, 3)),
-    )
+    return Strategy(sharding=sharding,
+                    shard_size=draw(st.sampled_from(divisors)) if Strategy(sharding=sharding).is_hybrid else None,
+                    reshard_size=draw(st.sampled_from([None, *between])) if sharding == "full_shard" else None,
+                    precision=precision, offload=draw(st.sampled_from(["none", "none", "optimizer", "all"])),
+                    forward_prefetch=draw(st.integers(0, 2)), backward_prefetch=draw(st.integers(0, 2)),
+                    backward_prefetch_point=draw(st.sampled_from(["before", "after"])),
+                    limit_all_gathers=draw(st.integers(0, 3)), limit_reductions=draw(st.integers(1, 3)))  # fmt: skip
 
 
 # -- building --------------------------------------------------------------------------------------------------------
-
-
 class Part(nn.Module):
     """What a `Node` says. Every parameter moves the output."""
 
@@ -232,7 +210,6 @@ def inputs(rank: int) -> Tensor:
 
 
 # -- checks -------------------------------------------------------------------------------------------------------------
-
 few = settings(
     max_examples=2,
     database=None,
@@ -258,8 +235,6 @@ def each(place: Place, check: Callable[[Place, Any], None], given: list[Any]) ->
 
 
 # -- what the checks need --------------------------------------------------------------------------------------------
-
-
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Also of NaN and of the sign of zero."""
     if one.dtype != other.dtype or one.shape != other.shape:
@@ -293,8 +268,6 @@ def full(model: nn.Module) -> State:
 
 
 # -- state -----------------------------------------------------------------------------------------------------------
-
-
 def state_holds(place: Place, case: Case) -> None:
     before = [(name, p.shape, p.dtype, p.requires_grad) for name, p in build(case).named_parameters()]
     model, values = prepared(case)
@@ -373,22 +346,15 @@ def a_lower_precision_changes_nothing_by_itself(place: Place, case: Case) -> Non
 
 
 # -- training and the optimizer's state ------------------------------------------------------------------------------
-
-
 class Naive:
     """A second oracle: sharded data parallelism in twenty lines of torch, with nothing of ours in it.
 
     Every rank keeps its part of each parameter and no more; a step gathers all of them, computes, gathers all gradients,
     sums them in the order of ranks, divides, and lets each rank update its part. `factor` F: gradients
-    are averaged over each F neighbours first, then across; W for plain sharding.
-    """
+    are averaged over each F neighbours first, then across; W for plain sharding."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
-        factor: int | None = None,
-    ):
+    def __init__(self, model: nn.Module, make: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
+                 factor: int | None = None):  # fmt: skip
         self.model, self.world, self.factor = model, dist.get_world_size(), factor or dist.get_world_size()
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.shards = {name: nn.Parameter(self._mine(p.detach()).clone()) for name, p in self.trained.items()}
@@ -524,19 +490,14 @@ def give(place: Place, some: list[tuple[Case, State]]) -> None:
 
 
 CHECKS: list[tuple[Callable[[Place, Any], None], int]] = [
-    (state_holds, 1),
-    (state_holds, 4),
-    (a_lower_precision_changes_nothing_by_itself, 2),
-    (trains_as_the_naive_one, 2),
+    (state_holds, 1), (state_holds, 4), (a_lower_precision_changes_nothing_by_itself, 2), (trains_as_the_naive_one, 2),
     (trains_as_the_naive_one, 4),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("check", "world_size"),
-    tiered(CHECKS, lambda check, world_size: check is trains_as_the_naive_one and world_size == 2),
-    ids=lambda value: getattr(value, "__name__", None),
-)
+@pytest.mark.parametrize(("check", "world_size"),
+                         tiered(CHECKS, lambda check, world_size: check is trains_as_the_naive_one and world_size == 2),
+                         ids=lambda value: getattr(value, "__name__", None))  # fmt: skip
 def test_what_holds_of_any_model(pool: Pool, check: Callable[[Place, Any], None], world_size: int) -> None:
     @few
     @seed(100 * world_size + len(check.__name__))

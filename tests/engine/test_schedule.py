@@ -9,9 +9,8 @@ from hypothesis import example, given, settings, strategies as st
 from fsdp_lab.engine import OffloadPolicy
 from fsdp_lab.engine.schedule import Action, Direction, Phase, Point, PointSide, Rules, Schedule, UnitCall
 
+
 # -- random trees of calls, and a replay that knows nothing of how a schedule was written ---------------------------------
-
-
 @st.composite
 def call_trees(draw: st.DrawFn, units: int = 6) -> list[UnitCall]:
     """Nested and repeated calls of up to `units` units below the root; a unit may be called inside itself."""
@@ -26,14 +25,9 @@ def call_trees(draw: st.DrawFn, units: int = 6) -> list[UnitCall]:
 
 @st.composite
 def rules(draw: st.DrawFn) -> Rules:
-    return Rules(
-        reshard_after_forward=draw(st.booleans()),
-        forward_prefetch=draw(st.integers(0, 5)),
-        backward_prefetch=draw(st.integers(0, 5)),
-        prefetch_before=draw(st.booleans()),
-        limit=draw(st.integers(0, 6)),
-        offload=draw(st.sampled_from(OffloadPolicy)),
-    )
+    return Rules(reshard_after_forward=draw(st.booleans()), forward_prefetch=draw(st.integers(0, 5)),
+                 backward_prefetch=draw(st.integers(0, 5)), prefetch_before=draw(st.booleans()),
+                 limit=draw(st.integers(0, 6)), offload=draw(st.sampled_from(OffloadPolicy)))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,7 +71,6 @@ def deepest(schedule: Schedule) -> int:
 
 
 # -- what always holds -------------------------------------------------------------------------------------------------
-
 BLOCKS = [UnitCall(0), *(UnitCall(i, 0) for i in range(1, 5))]  # a root and four blocks, as in a transformer
 
 schedules = st.builds(lambda calls, r, b: Schedule(calls, r, backward=b), call_trees(), rules(), st.booleans())
@@ -198,18 +191,12 @@ def test_every_call_computes_each_way(schedule: Schedule) -> None:
     """At its beginning, and again at its end if calls lie in it."""
     computed = [a.point for a in schedule.actions if a.phase is Phase.COMPUTE]
     ways = (Direction.FORWARD, Direction.BACKWARD) if schedule.backward else (Direction.FORWARD,)
-    wanted = [
-        Point(way, k, moment)
-        for way in ways
-        for k in range(len(schedule.calls))
-        for moment in PointSide
-        if moment is PointSide.BEFORE or k in schedule.enclosing
-    ]
+    wanted = [Point(way, k, moment) for way in ways for k in range(len(schedule.calls)) for moment in PointSide
+              if moment is PointSide.BEFORE or k in schedule.enclosing]  # fmt: skip
     assert sorted(computed, key=str) == sorted(wanted, key=str)
 
 
 # -- by hand ---------------------------------------------------------------------------------------------------------
-
 U, C, F, R = Phase.UNSHARD, Phase.COMPUTE, Phase.RESHARD, Phase.REDUCE
 
 

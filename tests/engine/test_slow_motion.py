@@ -1,7 +1,5 @@
 """A real step in ranks: `PhaseStepper` stops at its phases, `holdings` says what is there, a trace names them."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections import Counter
@@ -33,11 +31,9 @@ from tests.pool import Place, Pool
 Said = tuple[Phase, str, str]  # phase, unit, direction
 
 NAMES = ("", "blocks.0", "blocks.1", "blocks.2", "blocks.3")
-STRATEGIES = (
-    Strategy(forward_prefetch=1, backward_prefetch=2),
-    Strategy(backward_prefetch_point="after", limit_all_gathers=1, precision="bf16"),
-    Strategy(sharding="zero1"),
-)
+STRATEGIES = (Strategy(forward_prefetch=1, backward_prefetch=2),
+              Strategy(backward_prefetch_point="after", limit_all_gathers=1, precision="bf16"),
+              Strategy(sharding="zero1"))  # fmt: skip
 
 
 class Training:
@@ -78,8 +74,6 @@ def scheduled(strategy: Strategy) -> list[Said]:
 
 
 # -- what is held ------------------------------------------------------------------------------------------------------
-
-
 def _is_true(model: Any, held: ParameterHolding, shard: ParamShard, whole: Tensor) -> None:
     """Compare with the storage itself."""
     p = model.get_parameter(shard.name)
@@ -147,8 +141,6 @@ def _is_before(stop: Stop, held: list[ParameterHolding]) -> None:
 
 
 # -- not to the end ----------------------------------------------------------------------------------------------------
-
-
 def closed_in_the_middle(place: Place) -> None:
     for strategy in STRATEGIES[:2]:
         slow, plain = Training(place, strategy), Training(place, strategy)
@@ -217,7 +209,6 @@ def test_in_ranks(pool: Pool, scenario: Scenario, ranks: int) -> None:
 
 
 # -- a profiler's trace: one span for each phase, with its unit ---------------------------------------------------------
-
 PHASES = {p.value for p in Phase}
 Span = tuple[str, float, float]  # its name, and when it began and ended, in microseconds
 

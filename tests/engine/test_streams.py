@@ -2,8 +2,6 @@
 a step asks of a device. On groups that order nothing else; and over the wire (tests/wire/simulated_wire.py): over NCCL,
 metered, or staged through the host, or in a GPU's memory."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
@@ -38,24 +36,19 @@ class Case:
 
 PREFETCH = {"forward_prefetch": 2, "backward_prefetch": 2, "limit_all_gathers": 0, "limit_reductions": 2}
 HYBRID = {"sharding": "hybrid_shard", "shard_size": 2}
-CASES = {
-    "full_shard": Case({}),
-    "prefetch": Case(PREFETCH),
-    "two reductions, offload": Case({"offload": "all", "limit_reductions": 2}, micro_batches=2),
-    "shard_grad_op": Case({"sharding": "shard_grad_op"}, flat=True),
-    "zero1": Case({"sharding": "zero1", "forward_prefetch": 0, "backward_prefetch": 0}),
-    "hybrid_shard": Case(HYBRID, ranks=4),
-    "hybrid_shard_zero2": Case({**HYBRID, "sharding": "hybrid_shard_zero2", "precision": "bf16"}, ranks=4),
-    "post forward": Case({"reshard_size": 2}, ranks=4),
-    "fp16": Case({"precision": "fp16"}),
-    "offload all": Case({"offload": "all"}),
-    "offload optimizer, asked": Case({"offload": "optimizer"}, asks=True),
-    "offload, alone": Case({"offload": "all"}, ranks=1),
-    "offload, hybrid": Case({**HYBRID, "offload": "all"}, ranks=4),
-    "offload, replicated": Case({"sharding": "no_shard", "offload": "all"}),
-    "accumulation, kept": Case({}, micro_batches=2, keeps=True),
-    "accumulation, hybrid": Case(HYBRID, ranks=4, micro_batches=2),
-}
+CASES = {"full_shard": Case({}), "prefetch": Case(PREFETCH),
+         "two reductions, offload": Case({"offload": "all", "limit_reductions": 2}, micro_batches=2),
+         "shard_grad_op": Case({"sharding": "shard_grad_op"}, flat=True),
+         "zero1": Case({"sharding": "zero1", "forward_prefetch": 0, "backward_prefetch": 0}),
+         "hybrid_shard": Case(HYBRID, ranks=4),
+         "hybrid_shard_zero2": Case({**HYBRID, "sharding": "hybrid_shard_zero2", "precision": "bf16"}, ranks=4),
+         "post forward": Case({"reshard_size": 2}, ranks=4), "fp16": Case({"precision": "fp16"}),
+         "offload all": Case({"offload": "all"}), "offload optimizer, asked": Case({"offload": "optimizer"}, asks=True),
+         "offload, alone": Case({"offload": "all"}, ranks=1),
+         "offload, hybrid": Case({**HYBRID, "offload": "all"}, ranks=4),
+         "offload, replicated": Case({"sharding": "no_shard", "offload": "all"}),
+         "accumulation, kept": Case({}, micro_batches=2, keeps=True),
+         "accumulation, hybrid": Case(HYBRID, ranks=4, micro_batches=2)}  # fmt: skip
 Values = dict[str, torch.Tensor]
 
 
@@ -104,16 +97,9 @@ ASKED = {
 
 
 WITH_A_WIRE = ("prefetch", "two reductions, offload", "offload, alone")  # or left out below
-ROWS = [
-    *((name, "") for name in CASES if name not in WITH_A_WIRE),
-    ("full_shard", Over.NCCL),
-    ("full_shard", Over.HOST),
-    ("hybrid_shard", Over.NCCL),
-    ("hybrid_shard", Over.HOST),
-    ("prefetch", Over.GPU),
-    ("prefetch", Over.NCCL),
-    ("two reductions, offload", Over.GPU),
-]
+ROWS = [*((name, "") for name in CASES if name not in WITH_A_WIRE), ("full_shard", Over.NCCL),
+        ("full_shard", Over.HOST), ("hybrid_shard", Over.NCCL), ("hybrid_shard", Over.HOST), ("prefetch", Over.GPU),
+        ("prefetch", Over.NCCL), ("two reductions, offload", Over.GPU)]  # fmt: skip
 
 
 def _simulated(place: Place, name: str, over: str = "", without: Wait | None = None) -> Any:
@@ -164,14 +150,8 @@ def _asks_what_is_known(asked: tuple[int, ...], over: str, waits: Counter[Wait],
 # -- a wait is left out -----------------------------------------------------------------------------------------------
 
 # Where another wait implies one here, it is needed elsewhere among these.
-LEFT_OUT = (
-    "full_shard",
-    "offload optimizer, asked",
-    "offload all",
-    "offload, replicated",
-    "offload, alone",
-    "hybrid_shard",
-)
+LEFT_OUT = ("full_shard", "offload optimizer, asked", "offload all", "offload, replicated", "offload, alone",
+            "hybrid_shard")  # fmt: skip
 
 
 def _without_each(place: Place, name: str, needed: set[Wait]) -> dict[Wait, bool]:

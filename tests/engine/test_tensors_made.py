@@ -1,7 +1,5 @@
 """What a step of a settled training makes: Python objects of tensors cost the host more than the work they stand for."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

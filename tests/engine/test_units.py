@@ -1,7 +1,5 @@
 """Units of one root that are sharded in different ways, and in groups that are made once."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -96,10 +94,8 @@ def by_units(place: Place, name: str) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "world_size"),
-    [("replicated root", 3), ("all kinds", 4), ("resharding of their own", 2)],
-)
+@pytest.mark.parametrize(("name", "world_size"),
+                         [("replicated root", 3), ("all kinds", 4), ("resharding of their own", 2)])  # fmt: skip
 def test_units_of_different_strategies(pool: Pool, name: str, world_size: int) -> None:
     """Against a plain model on the whole batch; and every rank clips by the same number."""
     norms = pool.run(by_units, world_size, name)
@@ -189,8 +185,6 @@ def prefetching_of_an_inner_unit(place: Place) -> None:
 
 
 # -- groups and devices ------------------------------------------------------------------------------------------------
-
-
 def groups_made(place: Place) -> list[int]:
     counts = [len(known_groups())]
     for _ in range(2):  # two models
@@ -263,14 +257,10 @@ def test_a_group_that_is_not_there(pool: Pool, scenario: Scenario, world_size: i
 
 
 WRITES: dict[str, Callable[[Any], Any]] = {
-    "itself": lambda p: p.mul_(0.5),
-    "data": lambda p: p.data.mul_(0.5),
-    "detached": lambda p: p.detach().mul_(0.5),
-    "flattened": lambda p: p.view(-1).mul_(0.5),
-    "first part": lambda p: p[:1].mul_(0.5),
-    "rows": lambda p: [p[i].mul_(0.5) for i in range(len(p))],
-    "local": lambda p: p.to_local().mul_(0.5),
-}
+    "itself": lambda p: p.mul_(0.5), "data": lambda p: p.data.mul_(0.5), "detached": lambda p: p.detach().mul_(0.5),
+    "flattened": lambda p: p.view(-1).mul_(0.5), "first part": lambda p: p[:1].mul_(0.5),
+    "rows": lambda p: [p[i].mul_(0.5) for i in range(len(p))], "local": lambda p: p.to_local().mul_(0.5),
+}  # fmt: skip
 
 
 def written_while_gathered(place: Place) -> None:
@@ -294,8 +284,6 @@ def test_in_ranks(pool: Pool, scenario: Scenario, ranks: int) -> None:
 
 
 # -- hybrid sharding's all-reduce --------------------------------------------------------------------------------------
-
-
 class Recorded(dist.Work):
     """Passes a work on, and writes down when it is waited for."""
 
@@ -331,10 +319,8 @@ def order_of_collectives(place: Place) -> list[str]:
             log.append(f"backward {unit or 'root'}")
 
     runtime.around, runtime.watch = inside, watch
-    with (
-        patch.object(buffer, "reduce_scatter", recording("scatter", buffer.reduce_scatter)),
-        patch.object(buffer, "all_reduce", recording("across", buffer.all_reduce)),
-    ):
+    with (patch.object(buffer, "reduce_scatter", recording("scatter", buffer.reduce_scatter)),
+          patch.object(buffer, "all_reduce", recording("across", buffer.all_reduce))):  # fmt: skip
         mean_square(model, batch(0, place.rank)).backward()
     return log
 

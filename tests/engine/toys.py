@@ -1,7 +1,5 @@
 """What the feature tests share: a small model, and training it sharded beside the plain one on the batches of all ranks."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,15 +12,7 @@ import torch
 from torch import Tensor, distributed as dist, nn
 
 from fsdp_lab.backends.flat import engine_options
-from fsdp_lab.engine import (
-    ShardError,
-    UnitState,
-    build_mesh,
-    full_state,
-    fully_shard,
-    runtime_of,
-    units_of,
-)
+from fsdp_lab.engine import ShardError, UnitState, build_mesh, full_state, fully_shard, runtime_of, units_of
 from fsdp_lab.models.wrapping import units
 from fsdp_lab.spec.spec import Strategy
 from tests.pool import Place
@@ -34,12 +24,8 @@ Loss = Callable[[nn.Module, Tensor], Tensor]
 Scenario = Callable[[Place], None]
 
 
-def everywhere(
-    module: dict[str, Any],
-    but: Sequence[Scenario] = (),
-    of_four: Sequence[Scenario] = (),
-    slow: Sequence[Scenario] = (),
-) -> Any:
+def everywhere(module: dict[str, Any], but: Sequence[Scenario] = (), of_four: Sequence[Scenario] = (),
+               slow: Sequence[Scenario] = ()) -> Any:  # fmt: skip
     """A test for each of a module's functions so far that are given a place alone and return nothing, with its ranks."""
     own = [s for s in module.values() if getattr(s, "__module__", "") == module["__name__"] and s not in but]
     noted = [{k: getattr(v, "__name__", str(v)) for k, v in getattr(s, "__annotations__", {}).items()} for s in own]
@@ -176,21 +162,16 @@ class FailsBackward(torch.autograd.Function):
 
 
 def train_beside(
-    place: Place,
-    model: Any,
-    shard: Callable[[Any], Any] = by_block,
-    loss: Loss = mean_square,
-    steps: int = 3,
+    place: Place, model: Any, shard: Callable[[Any], Any] = by_block, loss: Loss = mean_square, steps: int = 3,
     at_step: Callable[[Any, int], None] = lambda model, step: None,
     held: Callable[[Any], Iterable[nn.Parameter]] = nn.Module.parameters,
     make_optimizer: Callable[..., torch.optim.Optimizer] = SGD,
     before_update: Callable[[Any, torch.optim.Optimizer, int], None] = lambda model, optimizer, step: None,
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any]:  # fmt: skip
     """Train `model`, sharded by `shard`, and a plain copy of it, and compare every loss and every parameter, bit for bit.
 
     `at_step` is called on both before each step, `before_update` on the sharded one; `held` is what its optimizer is given.
-    Returns both. With two ranks a sum has the same bits in any order.
-    """
+    Returns both. With two ranks a sum has the same bits in any order."""
     plain = copy.deepcopy(model)
     shard(model)
     before = [p.detach().clone() for p in plain.parameters() if p.requires_grad]

@@ -2,10 +2,7 @@
 
 Importing torch takes seconds, a script a fraction of one: so it is imported once a rank, and a process forked for each
 script. torchrun's own store outlives them and remembers the last, so each makes one at its port. Rank 0 prints the name
-of each script before what it prints. One that can save adapters, a.py, does so in a.saved.
-"""
-
-from __future__ import annotations
+of each script before what it prints. One that can save adapters, a.py, does so in a.saved."""
 
 import faulthandler
 import os

@@ -1,7 +1,5 @@
 """Every field of a Spec changes the script that is written, or is refused by its name. Never dropped."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """The model of a checkpoint, opened by transformers, has every value that the ranks held."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -108,16 +106,13 @@ def test_what_is_there_is_not_lost(pool: Pool, tmp_path: Path, capsys: pytest.Ca
     assert main(["checkpoints", str(tmp_path / "nowhere")]) == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "no Spec is given"),
-        (["--resume", "/nowhere"], "--resume: no checkpoint in /nowhere: there is no such folder"),
-        (["spec.json", "--save-every", "3"], "--save-every is given and no folder"),
-        (["spec.json", "--save", "saved", "--save-every", "0"], "save.every: 0 is refused"),
-        (["spec.json", "--save", "/proc/saved"], "save: /proc/saved cannot hold checkpoints"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), [
+    ([], "no Spec is given"),
+    (["--resume", "/nowhere"], "--resume: no checkpoint in /nowhere: there is no such folder"),
+    (["spec.json", "--save-every", "3"], "--save-every is given and no folder"),
+    (["spec.json", "--save", "saved", "--save-every", "0"], "save.every: 0 is refused"),
+    (["spec.json", "--save", "/proc/saved"], "save: /proc/saved cannot hold checkpoints"),
+])  # fmt: skip
 def test_run_refuses_before_anything_starts(
     arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

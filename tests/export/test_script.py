@@ -1,7 +1,5 @@
 """An exported script gives the run's losses, bit for bit, without the lab; it has one's own code, or imports it."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import runpy
@@ -104,9 +102,8 @@ def test_losses_are_the_labs_bit_for_bit_on_two_ranks(pool: Pool, tmp_path: Path
     # Other work gives other losses: the comparison is not blind.
     alike = {frozenset(pair) for pair in itertools.combinations(specs, 2) if lab[pair[0]] == lab[pair[1]]}
     assert alike == {frozenset({"lora", "lora fsdp1"})}
-    adapters, of_fsdp1 = (
-        load_file(tmp_path / f"{name}.saved" / "adapter_model.safetensors") for name in ("lora", "lora fsdp1")
-    )
+    saved_in = (tmp_path / f"{name}.saved" for name in ("lora", "lora fsdp1"))
+    adapters, of_fsdp1 = (load_file(folder / "adapter_model.safetensors") for folder in saved_in)
     torch.testing.assert_close(adapters, of_fsdp1, rtol=0, atol=0)
     # What peft opens goes on with the loss of the run's next step.
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
@@ -194,8 +191,6 @@ def test_what_a_script_does_not_read_is_refused(changes: dict[str, Any], field: 
 
 
 # -- one's own code -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("changes", OWN.values(), ids=OWN)
 def test_a_script_has_the_code_once_and_nothing_of_transformers(changes: dict[str, Any]) -> None:
     text = script(spec_of_own(**own(**changes)))[0]
@@ -240,8 +235,6 @@ def test_its_checkpoint_is_no_model_of_transformers(pool: Pool, tmp_path: Path) 
 
 
 # -- where an export goes, and what is refused before it is made ----------------------------------------------------------
-
-
 def test_files_are_written_whole_and_not_twice(tmp_path: Path) -> None:
     for export, name in ((export_script, "train.py"), (export_spec, "spec.json")):
         file = export(spec(), tmp_path / name)
@@ -273,15 +266,13 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     (refused := tmp_path / "refused.json").write_text(spec(sharding="zero1").to_json())
     to_script = ["--to", "script", "--output", str(script)]
     for file, arguments, code, said in (
-        (given, to_script, 0, f"{script}\n"),
-        (given, to_script, 2, "--output: "),
+        (given, to_script, 0, f"{script}\n"), (given, to_script, 2, "--output: "),
         (given, [*to_script, "--force", "--ranks", "3"], 0, f"{script}\n"),
         (given, ["--to", "spec", "--output", str(again)], 0, f"{again}\n"),
         (given, ["--to", "script"], 2, "--output: a script reads samples and a model"),
-        (given, ["--to", "spec"], 0, '"workload": {'),
-        (tmp_path / "none.json", ["--to", "spec"], 2, "none.json"),
+        (given, ["--to", "spec"], 0, '"workload": {'), (tmp_path / "none.json", ["--to", "spec"], 2, "none.json"),
         (refused, [*to_script, "--force"], 2, "strategy.sharding: zero1 is not available with fsdp2"),
-    ):
+    ):  # fmt: skip
         assert main(["export", str(file), *arguments]) == code
         printed = capsys.readouterr()
         assert said in (printed.err if code else printed.out)

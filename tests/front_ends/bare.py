@@ -1,8 +1,7 @@
 """A front end without JupyterLab: a kernel, its sockets, and the widgets' messages as the Jupyter protocol has them.
 
 It runs the cells of a notebook, keeps the state of every widget, sends what a person would change, and, where `looks` is
-true, holds a page for the live view that mounts and acknowledges. It uses no subshell and no server.
-"""
+true, holds a page for the live view that mounts and acknowledges. It uses no subshell and no server."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
 """A page without Jupyter that hosts a live view, in a sandboxed frame as Colab and VS Code put one around an output.
 
 It is served from nowhere, and its policy allows no address but scripts that the widget brings itself. The model that the
-widget sees is a few lines: traits, messages in, messages out. How buffers reach it is chosen, since front ends differ.
-"""
-
-from __future__ import annotations
+widget sees is a few lines: traits, messages in, messages out. How buffers reach it is chosen, since front ends differ."""
 
 import base64
 import time

@@ -1,7 +1,5 @@
 """Notebook 01 without JupyterLab: a plain kernel on its five sockets, with this environment's packages and with Colab's."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -69,14 +67,9 @@ def steps_of(page: RemotePage) -> int:
 def front_end(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BareFrontEnd]:
     """After the test, nothing that it started is left. Its parameter: whether the kernel has Colab's packages."""
     packages = colab_packages(tmp_path / "colab") if request.param else None
-    env = {
-        **os.environ,
-        MARK: str(tmp_path),
-        "IPYTHONDIR": str(tmp_path / "ipython"),
-        "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime"),
-        "FSDP_LAB_HISTORY": str(tmp_path / "history.sqlite3"),
-        "PYTHONPATH": os.pathsep.join(map(str, [*([packages] if packages else []), REPO])),
-    }
+    env = {**os.environ, MARK: str(tmp_path), "IPYTHONDIR": str(tmp_path / "ipython"),
+           "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime"), "FSDP_LAB_HISTORY": str(tmp_path / "history.sqlite3"),
+           "PYTHONPATH": os.pathsep.join(map(str, [*([packages] if packages else []), REPO]))}  # fmt: skip
     made = BareFrontEnd(tmp_path, env)
     try:
         yield made

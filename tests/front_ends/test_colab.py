@@ -1,7 +1,5 @@
 """pip changes nothing that Colab has: a package that its kernel has imported could only be replaced by a restart."""
 
-from __future__ import annotations
-
 from packaging.requirements import Requirement
 
 from tests.front_ends.colab import COLAB

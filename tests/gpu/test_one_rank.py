@@ -1,7 +1,5 @@
 """What only a machine with a GPU can show, of one rank. Needs torch, numpy, transformers and psutil; no Jupyter."""
 
-from __future__ import annotations
-
 import json
 import traceback
 from collections.abc import Callable, Iterable
@@ -188,9 +186,7 @@ def test_a_batch_on_the_gpu_stays_there() -> None:
     assert pinned["ids"] is batch["ids"] and pinned["labels"].is_pinned()
 
 
-def test_a_spec_and_its_script_train_under_torchrun_as_a_session_does(
-    ran: Callable[..., list[Any]], tmp_path: Path
-) -> None:
+def test_a_spec_and_its_script_train_under_torchrun_as_a_session_does(ran: Callable[..., list[Any]], tmp_path: Path):
     changes: dict[str, Any] = {"backend": "fsdp2"}
     given, file = as_spec(devices=ONE, **changes), tmp_path / "spec.json"
     file.write_text(given.to_json())

@@ -3,8 +3,6 @@
 What the ranks do is mostly what those of tests/rank do, on CPUs and over a simulated NCCL. Kernels may add in another order,
 so losses have a tolerance."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence
@@ -165,10 +163,8 @@ def test_a_killed_rank_leaves_others_that_can_save_what_they_hold(
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(
     pool: Pool, many: Sequence[str], grows: bool, tmp_path: Path
 ) -> None:
-    (before, first), (after, then) = (
-        (devices, spec(len(devices), micro_batch=4 // len(devices)).to_dict())
-        for devices in ((many[:1], many) if grows else (many, many[:1]))
-    )
+    (before, first), (after, then) = ((devices, spec(len(devices), micro_batch=4 // len(devices)).to_dict())
+                                      for devices in ((many[:1], many) if grows else (many, many[:1])))  # fmt: skip
     told = pool.run(_undisturbed, len(before), [first], str(tmp_path), devices=before, reduction=None)
     events, _, ended = told[0][0]
     for ((back, again, _),) in pool.run(_resumed, len(after), [(then, ended["path"])], devices=after, reduction=None):

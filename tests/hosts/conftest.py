@@ -1,7 +1,5 @@
 """Two hosts for this folder."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

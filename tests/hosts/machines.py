@@ -3,8 +3,6 @@
 The test's process is on the bridge too, as the kernel's host: it drives a lab as a notebook would. What crosses a host's
 cable is counted by its interface. Needs root and Debian's iproute2."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import json
@@ -88,9 +86,8 @@ class Site:
         for i, machine in enumerate(self.machines):
             ip("link", "add", interface, "netns", machine.space, "type", "veth", "peer", "name", f"{bridge}p{i}")
             ip("link", "set", f"{bridge}p{i}", "master", bridge, "up")
-            at_once = (
-                ["nodad"] if ":" in addresses[i] else []
-            )  # else IPv6 takes two seconds to look for another like it
+            # else IPv6 takes two seconds to look for another like it
+            at_once = ["nodad"] if ":" in addresses[i] else []
             ip("-n", machine.space, "addr", "add", addresses[i], "dev", interface, *at_once)
             ip("-n", machine.space, "link", "set", interface, "up")
 
@@ -233,11 +230,9 @@ class Slurm:
         self.environment = {"SLURM_CONF": str(self.conf)}
         with (folder / "ctld.log").open("wb") as log:
             own = {**os.environ, **self.environment}
-            self._started.append(
-                subprocess.Popen(
-                    [which("slurmctld") or "", "-D", "-c"], env=own, stdout=log, stderr=log, start_new_session=True
-                )
-            )
+            self._started.append(subprocess.Popen(
+                [which("slurmctld") or "", "-D", "-c"], env=own, stdout=log, stderr=log, start_new_session=True
+            ))  # fmt: skip
         for m in made.machines:
             (folder / f"spool-{m.name}").mkdir()
             log_ = folder / f"slurmd-{m.name}.log"

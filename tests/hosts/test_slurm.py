@@ -1,7 +1,5 @@
 """`Lab.slurm` on Debian's real Slurm, with a slurmd on each of two hosts."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """`Lab.ssh` through a real sshd on each of two hosts."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -76,14 +74,10 @@ def on(hosts: SshHosts) -> Cluster:
 
 
 # -- from the start to the end -----------------------------------------------------------------------------------------
-
-
 def sent(run: Run) -> list[tuple[int, int]]:
     """(to other hosts, in reduce-scatters) of each step of the first host's ranks, in bytes."""
-    return [
-        (sum(e.across_bytes for e in both), sum(e.comm["reduce_scatter"].link_bytes for e in both))
-        for both in ([e for e in step.events if e.host == "alpha"] for step in run.events.steps())
-    ]
+    return [(sum(e.across_bytes for e in both), sum(e.comm["reduce_scatter"].link_bytes for e in both))
+            for both in ([e for e in step.events if e.host == "alpha"] for step in run.events.steps())]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -141,8 +135,6 @@ def test_an_interrupted_start_leaves_nothing(two: Site, ssh: SshServers, hosts) 
 
 
 # -- what cannot work is said ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_host_that_cannot_be_reached_or_used_is_said(two: Site, ssh: SshServers, hosts) -> None:
     alpha, other = two.machines[0], ssh.folder / "other"
@@ -182,8 +174,6 @@ def test_invalid_hosts_are_refused_before_anything_starts() -> None:
 
 
 # -- ranks that stay, and ranks that move ------------------------------------------------------------------------------
-
-
 def kept(ssh: SshServers, *, tunnel: bool = False, hours: float = 1.0) -> tuple[str, list[int]]:
     """The token and pids of ranks whose kernel was killed."""
     words = [sys.executable, "-c", KEPT, str(ssh.config), FAKE, "tunnel" if tunnel else "", str(hours)]
@@ -264,8 +254,6 @@ def test_a_process_that_ends_meanwhile_does_not_keep_tunnels_from_opening(monkey
 
 
 # -- software ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_host_without_this_package_is_said_or_sent_it(hosts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its Python has this environment's packages but for fsdp_lab."""
@@ -294,8 +282,6 @@ def _package_file() -> str:
 
 
 # -- ranks that end ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_deaf_rank_and_one_beyond_a_cut_cable_are_ended_on_their_host(two: Site, ssh: SshServers, hosts) -> None:
     lost: list[RankLost] = []
@@ -321,8 +307,6 @@ def test_a_deaf_rank_and_one_beyond_a_cut_cable_are_ended_on_their_host(two: Sit
 
 
 # -- hosts that share no folder: state is carried, and a run outlives what heals ----------------------------------
-
-
 WORK = {"model": "gpt2-1m", "seq_len": 32, "micro_batch": 2}
 STEPS = 40
 
@@ -341,9 +325,7 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Sit
 
 
 @pytest.mark.nightly
-def test_state_is_carried_to_other_ranks_past_what_heals_and_from_a_host_that_dies(
-    apart: tuple[Site, SshServers],
-) -> None:
+def test_state_is_carried_to_other_ranks_past_what_heals_and_from_a_host_that_dies(apart: tuple[Site, SshServers]):
     made, servers = apart
     beta = made.machines[1]
     with Lab.ssh("alpha,beta", ranks_per_host=1, ssh_args=["-F", str(servers.config)], history=False, progress=False,

@@ -1,7 +1,5 @@
 """A cluster that its user started on several hosts: ranks find each other, whatever their networks and names are."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,8 +1,6 @@
 """The labs of this folder, each started once: of two ranks without torch (see `tests.cluster.fake_rank`), and of two that
 train."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

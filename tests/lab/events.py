@@ -1,7 +1,5 @@
 """Step events to feed to stores and summaries."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fsdp_lab.base.events import Memory, StepEvent, Traffic

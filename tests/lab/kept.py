@@ -1,7 +1,5 @@
 """A run as far as what is computed from runs needs one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

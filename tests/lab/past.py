@@ -1,7 +1,5 @@
 """Runs that are over, made of events: what a comparison reads, without ranks."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run that is told its events by a test, for whoever takes a `RunView`."""
 
-from __future__ import annotations
-
 import random
 import secrets
 import time

@@ -1,7 +1,5 @@
 """Runs in figures and in a table; and side by side: ratios, parity, what is refused, and what is written of it."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any
@@ -136,8 +134,6 @@ def test_records_are_flat_and_have_one_set_of_keys(three):
 
 
 # -- what a run was, in figures and in a table ------------------------------------------------------------------------
-
-
 KEYS = ["spec", "losses", "step_time_s", "tokens_per_s", "tflops_per_rank", "mfu", "mfu_per_rank", "hfu_per_rank",
         "peak_flops_source", "peak_memory_bytes", "memory_at_peak_bytes", "rss_bytes", "loading_bytes",
         "comm_s_per_step", "comm_bytes_per_step", "exposed_comm_s_per_step"]  # fmt: skip
@@ -215,8 +211,6 @@ def test_a_peak_that_was_raised_later_is_that_of_all_steps():
 
 
 # -- which run to take, and what each toggle bought ---------------------------------------------------------------
-
-
 KEEPS_GATHERED = {"sharding": "shard_grad_op"}
 BF16 = {"precision": "bf16"}
 
@@ -232,21 +226,16 @@ def turned(
 
 @pytest.fixture
 def four() -> list[RecordedRun]:
-    return [
-        turned("a", 0, 0.100, 200, KEEPS_GATHERED),
-        turned("b", 1, 0.112, 78, {}),
-        turned("c", 2, 0.070, 120, {**KEEPS_GATHERED, **BF16}),
-        turned("d", 3, 0.0756, 60, BF16),
-    ]
+    return [turned("a", 0, 0.100, 200, KEEPS_GATHERED), turned("b", 1, 0.112, 78, {}),
+            turned("c", 2, 0.070, 120, {**KEEPS_GATHERED, **BF16}), turned("d", 3, 0.0756, 60, BF16)]  # fmt: skip
 
 
 def test_the_fastest_and_the_smallest_near_it_and_what_does_not_fit_is_left_out(four):
     found = recommend(four)
     assert (found.fastest, found.smallest) == ("C", "D")
     assert found.sentences[0].startswith("The fastest that fits is C (shard_grad_op bf16): 2,8")
-    assert "The smallest within 10% of its time is D (full_shard bf16)" in found.sentences[1] and "61.0 MiB" in str(
-        found
-    )
+    assert "The smallest within 10% of its time is D (full_shard bf16)" in found.sentences[1]
+    assert "61.0 MiB" in str(found)
     found = recommend(four, limit_bytes=100 * MIB)
     assert found.fastest == found.smallest == "D" and "also the smallest" in str(found)
     assert found.excluded["C"] == "it needs 121 MiB of 100 MiB a rank" and "Not recommended, C: it needs" in str(found)
@@ -272,20 +261,15 @@ def test_noise_is_called_noise():
     assert "50% less memory, time the same but for noise" in same
     nothing = [turned("a", 0, 0.1, 100, {}), turned("b", 1, 0.1, 100, {"forward_prefetch": 1})]
     assert "the same memory, time the same but for noise" in recommend(nothing).toggles[0].sentence
-    faster = [
-        turned(label, i, s, 100, {"forward_prefetch": i}) for i, (label, s) in enumerate((("a", 0.1), ("b", 0.08)))
-    ]
+    faster = [turned("ab"[i], i, s, 100, {"forward_prefetch": i}) for i, s in enumerate((0.1, 0.08))]
     said = recommend(faster).toggles[0].sentence
     assert said.startswith("forward prefetch 1 instead of forward prefetch 0: the same memory, 20% less time")
 
 
 @pytest.mark.parametrize("peak_mib", [100, 60])
 def test_of_what_is_not_told_apart_in_time_the_smallest_is_recommended(peak_mib: int):
-    runs = [
-        turned("a", 0, 0.1, 100, {}),
-        turned("b", 1, 0.1003, peak_mib, KEEPS_GATHERED),
-        turned("c", 2, 0.2, 50, BF16),
-    ]
+    runs = [turned("a", 0, 0.1, 100, {}), turned("b", 1, 0.1003, peak_mib, KEEPS_GATHERED),
+            turned("c", 2, 0.2, 50, BF16)]  # fmt: skip
     found = recommend(runs)
     taken, other = ("A", "B") if peak_mib == 100 else ("B", "A")
     assert found.fastest == found.smallest == taken
@@ -311,12 +295,9 @@ def test_what_is_another_work_or_result_or_was_not_measured_is_not_recommended_n
     assert found.fastest == "C"
     twice = recommend([*four, refused, refused])
     assert "Not recommended, E, F: refused before a step was measured (no GPU is free)." in str(twice)
-    assert found.excluded == {
-        "E": "its model is not A's",
-        "F": "its link is not A's",
-        "G": "finished before a step was measured",
-        "H": "refused before a step was measured (no GPU is free)",
-    }
+    assert found.excluded == {"E": "its model is not A's", "F": "its link is not A's",
+                              "G": "finished before a step was measured",
+                              "H": "refused before a step was measured (no GPU is free)"}  # fmt: skip
 
 
 def test_it_says_what_the_figures_are_worth_and_escapes_what_it_shows():

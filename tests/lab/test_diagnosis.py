@@ -1,7 +1,5 @@
 """Causes from events with known figures, on both sides of each limit; what a cure may be; the box of the dashboard."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -109,9 +107,7 @@ CASES: tuple[Case, ...] = (
 
 
 @pytest.mark.parametrize(("cause", "changes", "told", "named"), CASES)
-def test_a_cause_is_named_beyond_its_limit(
-    cause: Cause, changes: dict[str, Any], told: dict[str, Any], named: int
-) -> None:
+def test_a_cause_is_named_beyond_its_limit(cause: Cause, changes: dict[str, Any], told: dict[str, Any], named: int):
     spec = Spec().replace(**changes)
     assert causes(spec, steps(spec, **told)) == [cause] * named
 

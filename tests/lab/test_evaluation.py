@@ -1,7 +1,5 @@
 """Evaluations of a run: when they are due, what is best, when it is enough, and what is kept of them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

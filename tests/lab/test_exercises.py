@@ -1,8 +1,6 @@
 """The checks of the course's exercises: each refuses the empty answer and plausible wrong ones with a sentence that names
 the mistake, and takes those of solutions/exercises.py and others. What they look at is of real ranks, and of the planner."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from collections.abc import Mapping
@@ -49,8 +47,6 @@ def check(marked: Marked, text: str) -> None:
 
 
 # -- notebook 01 -----------------------------------------------------------------------------------------------------
-
-
 def test_a_rank_sends_less() -> None:
     """MiB that a rank sends a step: gathers of most units twice and a reduce-scatter at first."""
     check(exercises.sends_less(None), "press Start")
@@ -90,43 +86,35 @@ def test_solutions_pass_on_real_ranks(real_lab: Lab) -> None:
 
 
 # -- notebooks 02 and 03 ---------------------------------------------------------------------------------------------
-
 N = 973_568  # parameters of gpt2-1m
 
 
 def test_traffic_is_predicted_and_phases_are_put_in_order(real_lab: Lab) -> None:
     run = real_lab.run(SPEC, sharding="shard_grad_op", precision="bf16", steps=1).wait(60)
     right = SOLUTIONS.TRAFFIC
-    for changes, text in (
-        ({}, ""),
-        ({"all_gather": 1.002 * N}, ""),
-        ({"all_gather": ...}, "all-gather: nothing was given"),
-        ({"all_gather": "all"}, "all-gather: 'all' given; give a number"),
-        ({"all_gather": 4 * N}, "fp32 values of the whole model"),
-        ({"all_gather": 7}, "times what was sent; elements, times bytes each"),
-        ({"reduce_scatter": N}, "reduces them in fp32"),
-        ({"reduce_scatter": None}, "reduce-scatter: nothing was given"),
-    ):
+    for changes, text in (({}, ""), ({"all_gather": 1.002 * N}, ""),
+                          ({"all_gather": ...}, "all-gather: nothing was given"),
+                          ({"all_gather": "all"}, "all-gather: 'all' given; give a number"),
+                          ({"all_gather": 4 * N}, "fp32 values of the whole model"),
+                          ({"all_gather": 7}, "times what was sent; elements, times bytes each"),
+                          ({"reduce_scatter": N}, "reduces them in fp32"),
+                          ({"reduce_scatter": None}, "reduce-scatter: nothing was given")):  # fmt: skip
         check(exercises.predicts_traffic(run, **{**right, **changes}), text)
     moments = list(real_lab.slow_motion())
     for order, text in (
-        (" ".join(SOLUTIONS.ORDER), ""),
-        ("Unshard compute compute reduce reshard", "frees the parameters first"),
-        ("", "Give a list"),
-        ("gather compute", "'gather' is no phase"),
+        (" ".join(SOLUTIONS.ORDER), ""), ("Unshard compute compute reduce reshard", "frees the parameters first"),
+        ("", "Give a list"), ("gather compute", "'gather' is no phase"),
         ("compute unshard compute reshard reduce", "At place 1 the unit computes, but its parameters are in shards"),
         ("unshard compute reshard unshard compute reshard reduce", "unshard is there 2 times, and happens 1 time"),
         ("unshard compute reduce compute reshard", "At place 3 gradients are reduced, but there are none"),
         ("unshard compute unshard compute reshard reduce", "whole already"),
-    ):
+    ):  # fmt: skip
         marked = exercises.orders_phases(moments, order.split(), unit=BLOCK)
         assert text in repr(marked) and bool(marked) == (not text or "first" in text)
     check(exercises.orders_phases(moments, None, unit=BLOCK), "Give a list")
 
 
 # -- notebook 04 -----------------------------------------------------------------------------------------------------
-
-
 def over_link(sent: float, peak_bytes: int) -> Any:
     """A run whose steps take what a slow link takes for so many bytes."""
     store = EventStore()
@@ -149,8 +137,6 @@ def test_faster_over_a_slow_link() -> None:
 
 
 # -- notebook 05 -----------------------------------------------------------------------------------------------------
-
-
 def test_a_rank_is_lost_and_no_step() -> None:
     """That a replica survives is in tests/lab/test_recovery.py."""
     lost = RankLost(rank=1, engine=1, pid=9, host="h", reason="ended", unix_s=1.0)
@@ -169,7 +155,6 @@ def test_a_rank_is_lost_and_no_step() -> None:
 
 
 # -- notebooks 06 and 09 ---------------------------------------------------------------------------------------------
-
 RENTED = Spec(world_size=8).replace(model="llama-1b", precision="bf16", seq_len=2048, micro_batch=8)
 
 
@@ -205,16 +190,12 @@ def test_gathers_stay_inside_hosts() -> None:
 
 
 # -- notebooks 07 and 08 ---------------------------------------------------------------------------------------------
-
-
 def test_the_last_block_alone_is_trained(real_lab: Lab) -> None:
     rest = SOLUTIONS.FREEZE
     for changes, text in (
-        ({}, "Everything is trained"),
-        ({"freeze": rest[1:]}, r"transformer\.h\.0 is trained as well"),
-        ({"freeze": ["transformer.h.*"]}, "it is frozen too"),
-        ({"lora": {"r": 4}}, "These are adapters"),
-    ):
+        ({}, "Everything is trained"), ({"freeze": rest[1:]}, r"transformer\.h\.0 is trained as well"),
+        ({"freeze": ["transformer.h.*"]}, "it is frozen too"), ({"lora": {"r": 4}}, "These are adapters"),
+    ):  # fmt: skip
         refused: Any = SimpleNamespace(spec=SPEC.replace(**changes))
         check(exercises.trains_last_block(refused), text)
     for freeze, text in ((rest[:1], "embeddings .* are trained as well"), (rest, "")):
@@ -233,23 +214,17 @@ def watched(flops: int, reductions: int) -> Any:
 
 def test_a_loop_accumulates_and_reduces_once() -> None:
     one: WatchedRun = watched(100, 4)
-    for second, text in (
-        (watched(400, 4), ""),
-        (one, "no second loop yet"),
-        (None, "no second loop yet"),
-        (watched(100, 4), "computes as much as one of the loop before, and 4"),
-        (watched(200, 8), "computes 2 times as much"),
-        (watched(400, 16), "Gradients are reduced 16 times a step, and 4 are enough"),
-        (watched(400, 0), "never reduced, so each rank trains on its own"),
-    ):
+    for second, text in ((watched(400, 4), ""), (one, "no second loop yet"), (None, "no second loop yet"),
+                         (watched(100, 4), "computes as much as one of the loop before, and 4"),
+                         (watched(200, 8), "computes 2 times as much"),
+                         (watched(400, 16), "Gradients are reduced 16 times a step, and 4 are enough"),
+                         (watched(400, 0), "never reduced, so each rank trains on its own")):  # fmt: skip
         check(exercises.accumulates(one, second), text)
     own = SimpleNamespace(spec=SPEC, events=one.events)
     check(exercises.accumulates(one, own), "a run of the lab's own")  # type: ignore[arg-type]
 
 
 # -- the clinic: ten pains are named by themselves, and their cures change the figure -----------------------------
-
-
 SMALL = {"model": "gpt2-1m", "micro_batch": 2, "seq_len": 64}
 # Runs that nothing is wrong with: accumulation with exchange, adapters that save memory.
 HEALTHY: list[dict[str, Any]] = [
@@ -313,8 +288,6 @@ def test_the_exercise_refuses_half_a_cure(real_lab: Lab) -> None:
 
 
 # -- notebook 10, gap by gap: wrong engines and other right ones are in tests/backends/test_yours.py ------------------
-
-
 NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "10_write_your_own_fsdp.ipynb"
 TINY = {"model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 4, "vocab_size": 384, "n_positions": 128}
 GAPS = ("DataParallel", "Zero1", "Zero2", "FullyShard", "Overlapped")
@@ -348,18 +321,14 @@ def solution_of(gap: str) -> str:
 # Gap -> a plausible wrong class, and the limit that it does not keep. Overlapped's is a share of the time that is sent.
 WRONG = {
     "Zero1": (
-        solution_of("Zero1").replace(".clone()", ""),
-        r"keeps parameters of 1\.\d+ model sizes, and at most 0\.60",
+        solution_of("Zero1").replace(".clone()", ""), r"keeps parameters of 1\.\d+ model sizes, and at most 0\.60",
     ),
-    "Zero2": (
-        "class Zero2(Zero1):\n    pass\n",
-        r"sends 1\.50 model sizes, and at most 1\.05 .* holds gradients of 1\.5",
-    ),
+    "Zero2": ("class Zero2(Zero1):\n    pass\n",
+              r"sends 1\.50 model sizes, and at most 1\.05 .* holds gradients of 1\.5"),
     "Overlapped": (
-        "class Overlapped(FullyShard):\n    pass\n",
-        r"waits for \d+% of its communication, and at most 70%",
+        "class Overlapped(FullyShard):\n    pass\n", r"waits for \d+% of its communication, and at most 70%",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.nightly

@@ -1,7 +1,5 @@
 """What befalls a rank on real engines, in a step or beside it: what the kernel says of it, and that the lab goes on."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator
@@ -79,8 +77,6 @@ def begins_anew(lab: Lab, culprit: int) -> None:
 
 
 # -- injected ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_what_fails_in_a_step_is_said_and_the_run_can_go_on(impatient_lab: Lab, run: Run) -> None:
     pids = impatient_lab.cluster.pids

@@ -1,7 +1,5 @@
 """Runs kept on disk, without ranks: what is written is what was told, whatever happens to the file meanwhile."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -64,8 +62,6 @@ def kept(history: History, *runs: Telling) -> None:
 
 
 # -- what is kept ----------------------------------------------------------------------------------------------------
-
-
 def test_a_past_run_is_the_run_that_was(history: History):
     run = Telling(Spec(world_size=2))
     history.record(run)
@@ -132,8 +128,6 @@ def test_a_run_that_is_listed_while_it_goes_on(history: History):
 
 
 # -- lists -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> History:
     """A failed run and six ended ones, from 2025-12-31 on, a day apart."""
@@ -214,8 +208,6 @@ def test_where_the_history_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 
 # -- room ------------------------------------------------------------------------------------------------------------
-
-
 def test_what_is_deleted_goes_back_to_the_disk(history: History):
     small, large = ended(steps=5), ended(Spec(world_size=8), steps=800)
     kept(history, small, large)
@@ -274,8 +266,6 @@ def test_deleting_by_age_and_what_cannot_be_deleted(history: History):
 
 
 # -- what can go wrong -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("how_it_breaks", "words"),
     [("max_page_count = 20", "full; make room"), ("query_only = ON", "readonly database; set FSDP_LAB_HISTORY")],
@@ -473,8 +463,6 @@ def test_a_spec_of_another_version_is_listed_as_it_was(history: History):
 
 
 # -- events as bytes and back, bit for bit ------------------------------------------------------------------------
-
-
 FLOATS = st.floats() | st.sampled_from([0.0, -0.0, float("nan"), float("inf"), 5e-324, 0.1])
 COUNTS = st.integers(0, 2**70)
 WORDS = st.text(max_size=6)
@@ -491,14 +479,11 @@ def made(kind: type, **more: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 SPANS = made(Span, track=st.sampled_from(Track))
 SAMPLES = made(MemorySample, classes=made(RoleBytes))
 EVENTS = made(
-    StepEvent,
-    memory=made(Memory, at_peak=made(RoleBytes)),
-    memory_curve=st.lists(SAMPLES, max_size=2).map(tuple),
+    StepEvent, memory=made(Memory, at_peak=made(RoleBytes)), memory_curve=st.lists(SAMPLES, max_size=2).map(tuple),
     comm=st.dictionaries(st.sampled_from(["all_gather", "control", "ünbekannt"]), made(Traffic)),
-    spans=st.lists(SPANS, max_size=2).map(tuple),
-    completions=st.lists(made(Completion), max_size=2).map(tuple),
+    spans=st.lists(SPANS, max_size=2).map(tuple), completions=st.lists(made(Completion), max_size=2).map(tuple),
     carriers=st.lists(made(Carrier), max_size=2).map(tuple),
-)
+)  # fmt: skip
 ROWS = st.lists(EVENTS, max_size=5).flatmap(
     lambda events: st.lists(st.integers(0, 10**9), min_size=len(events), max_size=len(events), unique=True).map(
         lambda cursors: list(zip(sorted(cursors), events, strict=True))

@@ -1,7 +1,5 @@
 """Runs on real engines, whose ranks need no torch: blocking and awaited, switched, paused, stopped, replaced, failed."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
@@ -224,8 +222,6 @@ print([p.stage for p in said][-1], lab.cluster.token, flush=True)
 
 
 # -- what a lab does with a calibration; what ranks measure is in tests/rank/test_calibration.py ----------------------
-
-
 def test_plans_are_made_of_what_the_ranks_measured(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.planner.test_calibration import made_up  # others import this file
 
@@ -257,8 +253,6 @@ def test_plans_are_made_of_what_the_ranks_measured(lab: Lab, monkeypatch: pytest
 
 
 # -- the user's own ipyparallel cluster: used as it is, never ended -----------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
     """Two engines that somebody started in a profile of theirs, and IPython's folder with it."""
@@ -321,8 +315,6 @@ def test_fewer_ranks_than_engines_are_taken_more_are_refused_and_closing_twice_i
 
 
 # -- the history of a lab's runs ----------------------------------------------------------------------------------
-
-
 def test_the_environment_says_what_the_ranks_are_and_nothing_private(lab: Lab):
     run = lab.run(steps=1).wait(20)
     found = run.environment
@@ -373,8 +365,6 @@ def test_a_processor_and_a_driver_are_called_as_their_makers_do(tmp_path: Path):
 
 
 # -- what a thread sets once, waited for from cells, tasks and loops; and the states of a run ---------------------
-
-
 class Answer(Awaited[int]):
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,5 @@
 """What only IPython brings: `%%px` on the ranks, and cells that are run again, also in another kernel."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import inspect

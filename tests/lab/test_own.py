@@ -1,7 +1,5 @@
 """One's own module, loss and dataset in a Lab: sent from a cell to two ranks, again after one was killed, and stored."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import threading
@@ -110,9 +108,7 @@ class Samples:
 PARTS = "def act(x):\n    return x * 2.0\n"
 
 
-def test_ranks_use_a_module_as_the_kernel_has_imported_it(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_use_a_module_as_the_kernel_has_imported_it(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Also a module that this one imports, by a name, by an object or from a cell; the ranks do not see the files at all."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # so that a change within a second is imported

@@ -1,7 +1,5 @@
 """Whether two runs computed the same, from what real ranks told: equal bits, rounding, and faults that are found out."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re
@@ -23,13 +21,9 @@ STEPS = 8
 SEED = 2  # with which no gradient overflows in fp16
 CHECKS = [0, 1, 3, 7]
 
-KINDS: dict[str, dict[str, Any]] = {
-    "lab": {},
-    "fsdp2": {"backend": "fsdp2"},
-    "ddp": DDP,
-    "fp16": {"backend": "fsdp2", "precision": "fp16"},
-    "fused": {"optimizer_args": {"fused": True}},
-}
+KINDS: dict[str, dict[str, Any]] = {"lab": {}, "fsdp2": {"backend": "fsdp2"}, "ddp": DDP,
+                                    "fp16": {"backend": "fsdp2", "precision": "fp16"},
+                                    "fused": {"optimizer_args": {"fused": True}}}  # fmt: skip
 
 
 def _honest(place: Place, plan: list[dict[str, Any]]) -> list[list[Any]]:
@@ -70,8 +64,6 @@ def test_backends_are_equal_bit_for_bit_in_fp32_and_a_fused_optimizer_within_rou
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------
-
-
 def _at_fault(place: Place, given: dict[str, Any], summed: bool) -> list[Any]:
     """From the fourth step on gradients are `summed` over ranks, not averaged, which AdamW hides from the losses; or rank 1
     does not update."""
@@ -106,8 +98,6 @@ def test_a_fault_is_found_as_soon_as_it_shows(
 
 
 # -- the rule, on changed copies -----------------------------------------------------------------------------------
-
-
 def changed(run: RecordedRun, step: int, **values: Any) -> RecordedRun:
     events: list[StepEvent] = run.events.since()[0]
     return told(run.spec, [dataclasses.replace(e, **values) if e.step == step else e for e in events])

@@ -1,7 +1,5 @@
 """The whole path on real ranks: a small GPT-2 on two Gloo ranks in ipyparallel engines, driven by a Lab."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -66,8 +64,6 @@ def test_a_step_in_slow_motion_that_is_left_after_some_phases_trains_as_any_othe
 
 
 # -- texts that the model of a run continues --------------------------------------------------------------------------
-
-
 WRITING = {"model": LLAMA, "seq_len": 32, "micro_batch": 2}
 PROMPTS = ("def ", "import os", "x")
 

@@ -1,7 +1,5 @@
 """Nothing is lost: a run goes on after whatever befell its ranks, with the curve of one that nothing befell."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -93,9 +91,7 @@ def test_a_killed_rank_is_replaced_and_the_curve_is_that_of_an_undisturbed_run(
 
 
 @pytest.mark.slow
-def test_a_run_that_a_comparison_suspends_goes_on_bit_for_bit(
-    lab: Lab, undisturbed: dict[int, float], tmp_path: Path
-) -> None:
+def test_a_run_that_a_comparison_suspends_goes_on_bit_for_bit(lab: Lab, undisturbed: dict[int, float], tmp_path: Path):
     """Though a rank is lost meanwhile, and with it the state of the run: it was saved before."""
     run = lab.run(**SMALL, steps=STEPS, recover=True, save=tmp_path)
     until(lambda: run.step > 3)
@@ -203,11 +199,8 @@ def test_nothing_to_recover_and_bad_words_are_refused(lab: Lab, tmp_path: Path) 
         lab.recover()
     with pytest.raises(ClusterError, match="not broken"):
         run.recover()
-    for options, field in (
-        ({"save": CheckpointConfig}, "save"),
-        ({"save": "/proc/nothing"}, "save"),
-        ({"recover": "perhaps"}, "recover.how"),
-    ):
+    for options, field in (({"save": CheckpointConfig}, "save"), ({"save": "/proc/nothing"}, "save"),
+                           ({"recover": "perhaps"}, "recover.how")):  # fmt: skip
         with pytest.raises(ArgumentError, match=field):
             lab.run(**SMALL, **options)
     with pytest.raises(ArgumentError, match="every"):

@@ -92,23 +92,15 @@ def results(run: Any) -> dict[str, str]:
     pinned = Pinned.of(run)
     renderers = [chart.root.renderers for chart in curves([course], "")]
     drawn = [[{k: list(v) for k, v in r.data_source.data.items()} for r in some] for some in renderers]
-    found = {
-        "summary": run.summary(),
-        "table": run.table(20).rows,
-        "evaluations": [run.evaluations, run.best],
-        "newest": {rank: e.step for rank, e in run.events.latest().items()},
-        "timeline": run.timeline().table().rows,
-        "comparison": compared.records(),
-        "pin": pinned.curve.tolist(),
-        "pin's figures": Comparison.of([pinned]).records(),
-        "report": [drawn, course.switches, still and still.reading],
-    }
+    found = {"summary": run.summary(), "table": run.table(20).rows, "evaluations": [run.evaluations, run.best],
+             "newest": {rank: e.step for rank, e in run.events.latest().items()},
+             "timeline": run.timeline().table().rows, "comparison": compared.records(), "pin": pinned.curve.tolist(),
+             "pin's figures": Comparison.of([pinned]).records(),
+             "report": [drawn, course.switches, still and still.reading]}  # fmt: skip
     return {name: text(shown) for name, shown in found.items()}
 
 
 # -- results ---------------------------------------------------------------------------------------------------------
-
-
 def test_abandoned_steps_are_in_no_result():
     """Though they diverged; those done again are as they should be."""
     run, other = undisturbed(40), undisturbed(45)
@@ -168,8 +160,6 @@ def test_switches_that_the_ranks_went_back_behind_are_not_in_force():
 
 
 # -- assembling ------------------------------------------------------------------------------------------------------
-
-
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=6), st.randoms())
 def test_a_later_attempt_replaces_all_steps_from_its_first_on(attempts: Sequence[tuple[int, int]], chance: Any):
     """Each attempt does some steps from one on. The order in which events arrive within it does not matter."""
@@ -189,8 +179,6 @@ def test_a_later_attempt_replaces_all_steps_from_its_first_on(attempts: Sequence
 
 
 # -- live plots ------------------------------------------------------------------------------------------------------
-
-
 class Plots:
     """The dashboard's panels, fed by a run."""
 

@@ -1,7 +1,5 @@
 """Another user of this machine connects to every port that a lab listens on: no result changes, and no run ends."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -32,12 +30,8 @@ SET = b"\x01" + struct.pack("<Q", 7) + b"abort/0" + struct.pack("<Q", 6) + b"1 s
 def listeners(lab: Lab) -> list[tuple[int, str, int]]:
     """(pid, address, port) of the kernel, which is this process, of the controller and of the ranks."""
     pids = [os.getpid(), *(p.pid for p in marked(lab.cluster.token))]
-    return [
-        (pid, c.laddr.ip, c.laddr.port)
-        for pid in pids
-        for c in psutil.Process(pid).net_connections(kind="inet")
-        if c.status == psutil.CONN_LISTEN
-    ]
+    return [(pid, c.laddr.ip, c.laddr.port) for pid in pids for c in psutil.Process(pid).net_connections(kind="inet")
+            if c.status == psutil.CONN_LISTEN]  # fmt: skip
 
 
 def is_zeromq(port: int) -> bool:

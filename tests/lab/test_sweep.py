@@ -1,7 +1,5 @@
 """Comparisons and slow motion on ranks without torch: turns, refusals, failures, stops; what goes on when a rank is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import os
@@ -53,11 +51,8 @@ def test_what_cannot_be_is_kept_with_its_reason_and_ends_nothing(lab: Lab):
     refused = [r.spec["strategy"] for r in sweep.refused]
     assert [(s["backend"], s["sharding"]) for s in refused] == [("ddp", "full_shard")] * 3
     assert all("DDP keeps a whole replica" in r.reason for r in sweep.refused)
-    ends = {
-        "stdlib": (RunState.FINISHED, 4, ""),
-        "refuse": (RunState.FAILED, 0, "it is refused here"),
-        "raise:1": (RunState.FAILED, 2, "was told to fail"),
-    }
+    ends = {"stdlib": (RunState.FINISHED, 4, ""), "refuse": (RunState.FAILED, 0, "it is refused here"),
+            "raise:1": (RunState.FAILED, 2, "was told to fail")}  # fmt: skip
     assert len({run.spec.id for run in sweep.runs}) == 9
     for run in sweep.runs:
         state, step, reason = ends[run.spec.workload.data]
@@ -122,13 +117,10 @@ def test_a_lost_rank_costs_the_run_whose_turn_it_was_and_the_others_begin_again(
 def test_bad_lists_are_refused_before_anything_starts(lab: Lab):
     before = lab.sweep
     bad: list[tuple[dict[str, Any], str]] = [
-        ({"shardings": ["full_shard"]}, "shardings"),
-        ({"sharding": []}, "sharding"),
-        ({"sharding": ["full"]}, "compare"),
-        ({"steps": 0}, "steps"),
-        ({"rounds": 1.5}, "rounds"),
+        ({"shardings": ["full_shard"]}, "shardings"), ({"sharding": []}, "sharding"),
+        ({"sharding": ["full"]}, "compare"), ({"steps": 0}, "steps"), ({"rounds": 1.5}, "rounds"),
         ({"backend": "ddp", "sharding": "full_shard"}, "compare"),
-    ]
+    ]  # fmt: skip
     for lists, field in bad:
         with pytest.raises(FieldError) as e:
             lab.compare(**lists)
@@ -136,8 +128,6 @@ def test_bad_lists_are_refused_before_anything_starts(lab: Lab):
 
 
 # -- slow motion: begun, gone through, dropped, closed, replaced, failed --------------------------------------------------
-
-
 def test_every_phase_of_a_step_with_what_all_ranks_hold(lab: Lab):
     lab.run(steps=3).wait(20)
     slow = lab.slow_motion()

@@ -1,8 +1,6 @@
 """Events of a run: each once, in order, bounded, cheap to follow; a traced step of all ranks on one clock, aligned or honest
 that it is not; and the trace file made of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import itertools
@@ -30,10 +28,8 @@ from tests.traces import traced
 def told(ranks: int = 2, step: int = 7, *, error_s: float | None = 1e-4, **more: Any) -> list[StepEvent]:
     """The events of a traced step."""
     spec = Spec(world_size=ranks)
-    return [
-        event(rank, step, spec, begin_s=t.begin_s, step_time_s=t.step_time_s, spans=t.spans, clock_error_s=error_s)
-        for rank, t in enumerate(traced(ranks, **more))
-    ]
+    return [event(rank, step, spec, begin_s=t.begin_s, step_time_s=t.step_time_s, spans=t.spans, clock_error_s=error_s)
+            for rank, t in enumerate(traced(ranks, **more))]  # fmt: skip
 
 
 def off(e: StepEvent, seconds: float) -> StepEvent:
@@ -42,8 +38,6 @@ def off(e: StepEvent, seconds: float) -> StepEvent:
 
 
 # -- one clock -------------------------------------------------------------------------------------------------------
-
-
 def test_clocks_that_disagree_are_compared_with_what_was_measured():
     assert Timeline.of(told(3, skew_s=0.002)[::-1]).remarks == ("Ranks aligned to ±0.1 ms.",)
     first, second = told(2)
@@ -91,12 +85,8 @@ def test_the_table_says_what_each_unit_cost():
     spans = tuple(Span(track=Track.WAIT, name="all_gather", unit=u, start_s=a, end_s=b) for u, a, b in waits)
     table = Timeline.of([event(r, 3, spans=spans, step_time_s=0.010) for r in range(2)]).table()
     assert table.columns == ("exposed", "rank 0", "rank 1")
-    assert table.rows == (
-        ("transformer.h.1", "2.00 ms", "2.00 ms"),
-        ("transformer.h.0", "1.00 ms", "1.00 ms"),
-        ("all exposed", "3.00 ms", "3.00 ms"),
-        ("step", "10.0 ms", "10.0 ms"),
-    )
+    assert table.rows == (("transformer.h.1", "2.00 ms", "2.00 ms"), ("transformer.h.0", "1.00 ms", "1.00 ms"),
+                          ("all exposed", "3.00 ms", "3.00 ms"), ("step", "10.0 ms", "10.0 ms"))  # fmt: skip
     many = Timeline.of(told(16))
     assert many.table().columns == ("exposed", "least", "mean", "most")
     assert "<table>" in many._repr_html_() and "transformer.h.3" in repr(many)
@@ -115,8 +105,6 @@ def test_what_streams_waited_unseen_is_told_of_the_step_as_a_whole(exposed_s, sh
 
 
 # -- what a run keeps ------------------------------------------------------------------------------------------------
-
-
 def test_the_store_keeps_the_spans_of_the_newest_traced_steps():
     store = EventStore(traced_steps=3)
     for step in range(10):
@@ -227,8 +215,6 @@ def test_a_run_gives_the_newest_whole_timeline_or_the_one_asked_for():
 
 
 # -- the file --------------------------------------------------------------------------------------------------------
-
-
 def read(file: Path) -> dict[str, Any]:
     raw = file.read_bytes()
     return json.loads(gzip.decompress(raw) if file.name.endswith(".gz") else raw)
@@ -299,13 +285,10 @@ def test_a_path_that_cannot_be_written_is_said_before_anything(tmp_path, monkeyp
     (tmp_path / "file.json").write_text("{}")
     monkeypatch.setattr("fsdp_lab.runs.timeline.trace_events", None)  # nothing is built
     for path, why in (
-        ("", "does not end in .json"),
-        (tmp_path / "file.json/trace.json", "there is no folder"),
-        (tmp_path / "folder.json", "it is a folder"),
-        (tmp_path / "bad\0name.json", "null"),
-        (tmp_path / f"{'long' * 99}.json", "too long"),
-        ("/proc/trace.json", "cannot be written"),
-    ):
+        ("", "does not end in .json"), (tmp_path / "file.json/trace.json", "there is no folder"),
+        (tmp_path / "folder.json", "it is a folder"), (tmp_path / "bad\0name.json", "null"),
+        (tmp_path / f"{'long' * 99}.json", "too long"), ("/proc/trace.json", "cannot be written"),
+    ):  # fmt: skip
         with pytest.raises(ArgumentError, match=why) as refused:
             run_with(told(2)).export_trace(path)
         assert "name a .json or .json.gz file in a folder that exists and is yours" in str(refused.value)

@@ -1,7 +1,5 @@
 """What several tests of the models need: one small config of each family, and a skeleton given its values."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,12 +33,8 @@ def part(values: Any, name: str, start: int, stop: int) -> Tensor:
 
 # Of a transformer that is as small as it can be.
 SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "vocab_size": 300,
-}
+    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 300,
+}  # fmt: skip
 HEADS = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
 BART = {"model_type": "bart", "d_model": 32, "vocab_size": 300, "encoder_layers": 2, "decoder_layers": 2, **HEADS}
 

@@ -1,7 +1,5 @@
 """Batches: every sample once whoever reads it, real text as bytes, and what each kind of model is given."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -43,9 +41,7 @@ def reader(workload: Workload, rank: int, world_size: int, source: Source) -> Ba
 
 @settings(max_examples=20)
 @given(start=st.integers(0, 500), seed=st.integers(0, 9), split=st.sampled_from([(1, 12), (2, 6), (3, 4), (4, 3)]))
-def test_the_global_batch_does_not_depend_on_the_split(
-    book: str, start: int, seed: int, split: tuple[int, int]
-) -> None:
+def test_the_global_batch_does_not_depend_on_the_split(book: str, start: int, seed: int, split: tuple[int, int]):
     def global_batch(world: int, micro_batch: int, micros: int) -> torch.Tensor:
         workload = Workload(data=book, seq_len=16, micro_batch=micro_batch, seed=seed)
         source = open_source(workload, GPT2)
@@ -144,9 +140,7 @@ IMAGES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
-def test_an_image_of_any_mode_has_the_same_shades(
-    tmp_path: Path, channels: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_image_of_any_mode_has_the_same_shades(tmp_path: Path, channels: int, monkeypatch: pytest.MonkeyPatch):
     """Read in order, twice, by a reader that has room for two."""
     (tmp_path / "class").mkdir()
     for name, save in IMAGES.items():

@@ -1,7 +1,5 @@
 """Skeletons: parameters without memory, real buffers, ties kept; their initial values; and which modules become units."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 
@@ -51,11 +49,9 @@ WIDTHS = {"d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 48}
 FUNNEL = {"model_type": "funnel", "vocab_size": 300, "block_sizes": [2, 2], "num_decoder_layers": 1, **WIDTHS}
 
 
-@pytest.mark.parametrize(
-    ("model", "classes", "count"),
-    [(BART, ("BartEncoderLayer", "BartDecoderLayer"), 4), (FUNNEL, ("FunnelLayer",), 5)],
-    ids=["two classes", "lists in a list"],
-)
+@pytest.mark.parametrize(("model", "classes", "count"),
+                         [(BART, ("BartEncoderLayer", "BartDecoderLayer"), 4), (FUNNEL, ("FunnelLayer",), 5)],
+                         ids=["two classes", "lists in a list"])  # fmt: skip
 def test_blocks_are_what_repeats(model: Any, classes: tuple[str, ...], count: int) -> None:
     skeleton = build_skeleton(resolve(model))
     assert {type(m).__name__ for m in blocks(skeleton)} == {*classes} and len(blocks(skeleton)) == count
@@ -78,20 +74,16 @@ def test_the_door_to_meta_is_shut_again_after_an_error() -> None:
     assert not nn.Linear(2, 2).weight.is_meta
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"model_type": "gpt2", "n_embd": 30, "n_head": 4}, "workload.model"),
-        ({"model_type": "ibert", **SIZES}, "ibert computes its buffer .*weight_integer from parameters"),
-    ],
-)
+@pytest.mark.parametrize(("config", "said"), [
+    ({"model_type": "gpt2", "n_embd": 30, "n_head": 4}, "workload.model"),
+    ({"model_type": "ibert", **SIZES}, "ibert computes its buffer .*weight_integer from parameters"),
+])  # fmt: skip
 def test_a_model_that_cannot_be_is_refused(config: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         build_skeleton(resolve(config))
 
 
 # -- initial values: by (seed, name) alone, and drawn as the model itself would draw them ---------------------------------
-
 NAMES = [n for n, _ in build_skeleton(resolve(SMALL["llama tied"])).named_parameters()]
 
 
@@ -236,17 +228,14 @@ def test_a_live_model_and_the_global_generator_are_only_read() -> None:
 
 
 # -- units -------------------------------------------------------------------------------------------------------------
-
 BLOCKS = {
-    "gpt2": [f"transformer.h.{i}" for i in range(4)],
-    "llama": [f"model.layers.{i}" for i in range(4)],
-    "llama tied": [f"model.layers.{i}" for i in range(2)],
-    "bert": [f"bert.encoder.layer.{i}" for i in range(4)],
+    "gpt2": [f"transformer.h.{i}" for i in range(4)], "llama": [f"model.layers.{i}" for i in range(4)],
+    "llama tied": [f"model.layers.{i}" for i in range(2)], "bert": [f"bert.encoder.layer.{i}" for i in range(4)],
     "t5": ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"],
     "vit": [f"vit.layers.{i}" for i in range(5)],
     "resnet": [f"resnet.encoder.stages.{s}.layers.{i}" for s in range(3) for i in range(2)],
     "convnext": ["convnext.encoder.stages.0.layers.0", *(f"convnext.encoder.stages.1.layers.{i}" for i in range(2))],
-}
+}  # fmt: skip
 
 
 def names(model: nn.Module, groups: list[list[nn.Module]]) -> list[list[str]]:
@@ -304,16 +293,11 @@ def test_a_tied_module_is_passed_over() -> None:
     assert names(net, units(net, "block")) == [["blocks.1"]]
 
 
-@pytest.mark.parametrize(
-    ("wrap", "says"),
-    [
-        ("class:Nothing", r"no module of class Nothing; use one of Block, ModuleList, Net"),
-        ("bloc", r'strategy.wrap: .bloc. is refused; give "block", "every:K"'),
-        ("every:0", "is refused"),
-        ("every:x", "is refused"),
-        ("min_params:", "is refused"),
-    ],
-)
+@pytest.mark.parametrize(("wrap", "says"), [
+    ("class:Nothing", r"no module of class Nothing; use one of Block, ModuleList, Net"),
+    ("bloc", r'strategy.wrap: .bloc. is refused; give "block", "every:K"'), ("every:0", "is refused"),
+    ("every:x", "is refused"), ("min_params:", "is refused"),
+])  # fmt: skip
 def test_what_is_no_policy_is_refused(wrap: str, says: str) -> None:
     with pytest.raises(SpecError, match=says):
         units(make(), wrap)

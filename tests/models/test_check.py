@@ -1,7 +1,5 @@
 """`check`: what is wrong with a workload is said with the field and the way out, and what is right passes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,42 +19,32 @@ TINY = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_si
 GROUPED = {"model_type": "mistral", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 
 
-@pytest.mark.parametrize(
-    "workload",
-    [
-        Workload(model="llama-7b", seq_len=4096),
-        Workload(model="t5-1m", seq_len=5000),
-        Workload(model=TINY, seq_len=64),
-        Workload(model={**GROUPED, "num_key_value_heads": 2}),
-        Workload(
-            model={"model_type": "convnext", "hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2}, data="images"
-        ),
-    ],
-)
+@pytest.mark.parametrize("workload", [
+    Workload(model="llama-7b", seq_len=4096), Workload(model="t5-1m", seq_len=5000), Workload(model=TINY, seq_len=64),
+    Workload(model={**GROUPED, "num_key_value_heads": 2}),
+    Workload(model={"model_type": "convnext", "hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2},
+             data="images"),
+])  # fmt: skip
 def test_what_is_right_passes(workload: Workload) -> None:
     check(workload)
 
 
-@pytest.mark.parametrize(
-    ("fields", "field", "words"),
-    [
-        ({"model": "gtp2-10m"}, "workload.model", "gpt2-10m"),
-        ({"model": {**TINY, "vocab_size": 258}}, "workload.model", "vocab_size of 259 or more"),
-        ({"model": {**TINY, "n_head": 3}, "seq_len": 16}, "workload.model", "can be built"),
-        ({"model": {**GROUPED, "num_key_value_heads": 3}}, "workload.model", "cannot compute"),
-        ({"model": {"model_type": "vit", "num_labels": 1}, "data": "images"}, "workload.model", "num_labels"),
-        ({"seq_len": 1025}, "workload.seq_len", "1024 or less, or a model with more positions"),
-        ({"model": TINY, "seq_len": 65}, "workload.seq_len", "64 positions"),
-        ({"model": "bert-1m", "seq_len": 600}, "workload.seq_len", "512 or less"),
-        ({"data": "images"}, "workload.data", "reads text"),
-        ({"model": "vit-1m"}, "workload.data", 'use "images"'),
-        ({"model": "vit-1m", "data": "images", "tokenizer": "bytes"}, "workload.tokenizer", "have no tokens"),
-        ({"model": "vit-1m", "data": "images", "packing": "padded"}, "workload.packing", "have no tokens"),
-        ({"data": "/no/such/file"}, "workload.data", "no such file or folder"),
-        ({"model": "vit-1m", "data": "/no/such/folder"}, "workload.data", "no such folder"),
-        ({"model": "vit-1m", "data": __file__}, "workload.data", "is a file"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "field", "words"), [
+    ({"model": "gtp2-10m"}, "workload.model", "gpt2-10m"),
+    ({"model": {**TINY, "vocab_size": 258}}, "workload.model", "vocab_size of 259 or more"),
+    ({"model": {**TINY, "n_head": 3}, "seq_len": 16}, "workload.model", "can be built"),
+    ({"model": {**GROUPED, "num_key_value_heads": 3}}, "workload.model", "cannot compute"),
+    ({"model": {"model_type": "vit", "num_labels": 1}, "data": "images"}, "workload.model", "num_labels"),
+    ({"seq_len": 1025}, "workload.seq_len", "1024 or less, or a model with more positions"),
+    ({"model": TINY, "seq_len": 65}, "workload.seq_len", "64 positions"),
+    ({"model": "bert-1m", "seq_len": 600}, "workload.seq_len", "512 or less"),
+    ({"data": "images"}, "workload.data", "reads text"), ({"model": "vit-1m"}, "workload.data", 'use "images"'),
+    ({"model": "vit-1m", "data": "images", "tokenizer": "bytes"}, "workload.tokenizer", "have no tokens"),
+    ({"model": "vit-1m", "data": "images", "packing": "padded"}, "workload.packing", "have no tokens"),
+    ({"data": "/no/such/file"}, "workload.data", "no such file or folder"),
+    ({"model": "vit-1m", "data": "/no/such/folder"}, "workload.data", "no such folder"),
+    ({"model": "vit-1m", "data": __file__}, "workload.data", "is a file"),
+])  # fmt: skip
 def test_what_is_wrong_names_the_field_and_the_way_out(fields: dict[str, Any], field: str, words: str) -> None:
     with pytest.raises(SpecError, match=words) as caught:
         check(Workload(**fields))

@@ -1,7 +1,5 @@
 """FLOPs against the published formulas, and the peaks they are put in relation to."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -16,14 +14,7 @@ from fsdp_lab.base.hardware import gpu_of_device
 from fsdp_lab.models import flops
 from fsdp_lab.models.build import build_skeleton
 from fsdp_lab.models.configs import resolve
-from fsdp_lab.models.flops import (
-    BestPeak,
-    Peak,
-    count_flops,
-    device_peak,
-    empty_batch,
-    measured_peak,
-)
+from fsdp_lab.models.flops import BestPeak, Peak, count_flops, device_peak, empty_batch, measured_peak
 from fsdp_lab.models.presets import facts_of
 from fsdp_lab.spec.spec import Strategy
 from tests.covering import tiered
@@ -53,13 +44,10 @@ def counted_while_training(name: str, seq_len: int, recompute: str) -> int:
     return int(counter.get_total_flops()) // len(batch["labels"])
 
 
-@pytest.mark.parametrize(
-    ("name", "recompute"),
-    tiered(
-        [("gpt2-1m", "full"), ("t5-1m", "full"), ("resnet-1m", "full"), ("llama-1m", "every:2")],
-        lambda name, _: name == "gpt2-1m",
-    ),
-)
+@pytest.mark.parametrize(("name", "recompute"), tiered(
+    [("gpt2-1m", "full"), ("t5-1m", "full"), ("resnet-1m", "full"), ("llama-1m", "every:2")],
+    lambda name, _: name == "gpt2-1m",
+))  # fmt: skip
 def test_recompute_is_counted_as_a_device_does_it(name: str, recompute: str) -> None:
     strategy = Strategy(recompute=recompute)
     found = count_flops(resolve(name), 32, lambda model: recomputed(model, strategy))

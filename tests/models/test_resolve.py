@@ -1,7 +1,5 @@
 """`resolve`: presets, folders, files, dicts and objects become configs; what cannot be says why."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -71,19 +69,13 @@ def test_padding_and_the_start_of_a_decoder_are_what_the_family_takes() -> None:
     assert resolve({"model_type": "t5"}).decoder_start_token_id == 0
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        ({"model_type": "gpt3"}, "has no type 'gpt3'.*gpt2"),
-        ({"n_embd": 4}, "no model_type"),
-        ({**TINY, "n_embd": "wide"}, "gpt2 refuses the config"),
-        ({**TINY, "quantization_config": {"quant_method": "awq"}}, "quantized"),
-        ({"model_type": "qwen2_audio"}, "no language model or image classifier of type 'qwen2_audio'"),
-        ("/no/such/folder", "neither a preset, nor a file or folder"),
-        ("GPT2-1M", "gpt2-1m"),
-        ("resnet50", "resnet-60m"),
-    ],
-)
+@pytest.mark.parametrize(("model", "words"), [
+    ({"model_type": "gpt3"}, "has no type 'gpt3'.*gpt2"), ({"n_embd": 4}, "no model_type"),
+    ({**TINY, "n_embd": "wide"}, "gpt2 refuses the config"),
+    ({**TINY, "quantization_config": {"quant_method": "awq"}}, "quantized"),
+    ({"model_type": "qwen2_audio"}, "no language model or image classifier of type 'qwen2_audio'"),
+    ("/no/such/folder", "neither a preset, nor a file or folder"), ("GPT2-1M", "gpt2-1m"), ("resnet50", "resnet-60m"),
+])  # fmt: skip
 def test_a_refusal_says_why(model: Any, words: str) -> None:
     with pytest.raises(SpecError, match=words) as caught:
         resolve(model)
@@ -108,12 +100,9 @@ def test_a_preset_has_the_parameters_it_says(name: str) -> None:
 
 
 def test_presets_and_check_need_neither_torch_nor_transformers() -> None:
-    code = (
-        "import sys; from fsdp_lab.models.check import check;"
-        "from fsdp_lab.spec.workload import Workload;"
-        "check(Workload()); check(Workload(model='vit-1m', data='images'));"
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
-    )
+    code = ("import sys; from fsdp_lab.models.check import check;" "from fsdp_lab.spec.workload import Workload;"
+            "check(Workload()); check(Workload(model='vit-1m', data='images'));"
+            "assert not {'torch', 'transformers'} & set(sys.modules)")  # fmt: skip
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -1,7 +1,5 @@
 """Tokens: those of transformers, in rows and with labels as expected by hand, made once, whatever happens meanwhile."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -82,8 +80,6 @@ def refused(field: str, words_: str, **fields: Any) -> SpecError:
 
 
 # -- the tokens ------------------------------------------------------------------------------------------------------
-
-
 def test_tokens_of_a_text_are_those_of_transformers_alone(tmp_path: Path) -> None:
     """Though the tokenizer's own file wants them cut after 128."""
     said = "Sharding splits each parameter over the ranks; a unit is gathered before it computes. " * 30
@@ -122,9 +118,8 @@ def test_a_padded_sample_is_a_row(tmp_path: Path, folder: str) -> None:
 def test_lines_of_a_text_are_samples_where_they_are_padded(tmp_path: Path, folder: str) -> None:
     (tmp_path / "lines.txt").write_text("w1 w2\n\nw3\n")
     for tokenizer, begin in ((folder, [*ids(1, 2), END]), ("bytes", [b + 3 for b in b"w1 w2"] + [1])):
-        workload = Workload(
-            model=GPT2, data=str(tmp_path / "lines.txt"), tokenizer=tokenizer, packing="padded", seq_len=8
-        )
+        lines = str(tmp_path / "lines.txt")
+        workload = Workload(model=GPT2, data=lines, tokenizer=tokenizer, packing="padded", seq_len=8)
         found = rows(workload)["input_ids"]
         assert len(found) == 2 and found[0, : len(begin)].tolist() == begin
 
@@ -182,8 +177,6 @@ def test_the_column_is_text_or_messages_or_the_one_that_is_named(tmp_path: Path,
 
 
 # -- chats -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("template", [words.PLAIN_TEMPLATE, words.MARKED_TEMPLATE], ids=["prefixes", "marked"])
 def test_only_answers_of_a_chat_are_predicted(tmp_path: Path, template: str) -> None:
     folder = word_tokenizer(tmp_path / "tokenizer", template)
@@ -228,19 +221,16 @@ def test_a_chats_tools_calls_and_parts_are_those_of_the_template_alone(tmp_path:
     )  # fmt: skip
     folder = word_tokenizer(tmp_path / "tokenizer", template)
     call = {"type": "function", "function": {"name": "w9", "arguments": {"a": "w3"}}}
-    said = [
-        {"role": "developer", "content": [{"type": "text", "text": "w1"}, {"type": "text", "text": "w2"}]},
-        {"role": "user", "content": [{"type": "text", "text": "w3"}]},
-        {"role": "assistant", "content": [], "tool_calls": [call]},
-        {"role": "tool", "content": [{"type": "text", "text": "w4"}]},
-        {"role": "assistant", "content": [{"type": "text", "text": "w5"}]},
-    ]
+    said = [{"role": "developer", "content": [{"type": "text", "text": "w1"}, {"type": "text", "text": "w2"}]},
+            {"role": "user", "content": [{"type": "text", "text": "w3"}]},
+            {"role": "assistant", "content": [], "tool_calls": [call]},
+            {"role": "tool", "content": [{"type": "text", "text": "w4"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "w5"}]}]  # fmt: skip
     tools = [{"type": "function", "function": {"name": "w9", "parameters": {"a": {"type": "string"}}}}]
     table = pa.Table.from_pylist([{"messages": said, "tools": tools}, {"messages": said[1:2] + said[4:]}])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    datasets.Dataset(table.drop(["tools"]).append_column("tools", [[json.dumps(tools), None]])).save_to_disk(
-        tmp_path / "b"
-    )
+    told = table.drop(["tools"]).append_column("tools", [[json.dumps(tools), None]])
+    datasets.Dataset(told).save_to_disk(tmp_path / "b")
     (tmp_path / "c.jsonl").write_text(
         json.dumps({"messages": said, "tools": tools}) + "\n" + json.dumps({"messages": said[1:2] + said[4:]})
     )
@@ -256,8 +246,6 @@ def test_a_chats_tools_calls_and_parts_are_those_of_the_template_alone(tmp_path:
 
 
 # -- other kinds of models -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("packing", ["packed", "padded"])
 def test_a_masked_model_guesses_words_alone(tmp_path: Path, folder: str, packing: str) -> None:
     data = json_lines(tmp_path / "some.jsonl", uneven(300, 30))
@@ -291,8 +279,6 @@ def test_an_encoder_reads_the_first_half_and_the_decoder_writes_the_second(tmp_p
 
 
 # -- the global batch ------------------------------------------------------------------------------------------------
-
-
 def test_resuming_at_another_world_size_sees_the_same_samples(tmp_path: Path, folder: str) -> None:
     chats = [chat(a, b) for a, b in zip(uneven(90, 5), uneven(90, 9), strict=True)]
     data = json_lines(tmp_path / "some.jsonl", chats, field="messages")
@@ -312,8 +298,6 @@ def test_resuming_at_another_world_size_sees_the_same_samples(tmp_path: Path, fo
 
 
 # -- once ------------------------------------------------------------------------------------------------------------
-
-
 def test_tokens_are_made_once_for_a_content(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = json_lines(tmp_path / "some.jsonl", uneven(40, 9))
     workload = Workload(model=GPT2, data=data, tokenizer=folder, seq_len=8)
@@ -411,8 +395,6 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyt
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------
-
-
 def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path, folder: str) -> None:
     small = {**GPT2, "vocab_size": 206}
     refused("workload.tokenizer", "ids of tokenizer go up to 206, and the vocabulary of the model is 206", model=small,
@@ -433,10 +415,8 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path, folder: str) -
     assert caught.value.fix == {"tokenizer": "bytes"}
 
 
-CLASSIC = {
-    "vocab.json": json.dumps({"w": 0, "o": 1, "Ġw": 2, "wo": 3, "Ġ": 4, "<|endoftext|>": 5}),
-    "merges.txt": "#version: 0.2\nw o\nĠ w\n",
-}
+CLASSIC = {"vocab.json": json.dumps({"w": 0, "o": 1, "Ġw": 2, "wo": 3, "Ġ": 4, "<|endoftext|>": 5}),
+           "merges.txt": "#version: 0.2\nw o\nĠ w\n"}  # fmt: skip
 
 
 def weights_in(folder: Path, files: Mapping[str, str], config: Mapping[str, Any] = GPT2) -> str:
@@ -452,10 +432,8 @@ def test_files_of_a_tokenizer_that_is_not_in_one_are_used_and_not_passed_over(tm
     given = {"data": str(tmp_path / "some.txt"), "seq_len": 4, "held_out": 0.0}
     gpt2 = {**GPT2, "vocab_size": 384}
     classic = Workload(model=weights_in(tmp_path / "classic", CLASSIC, gpt2), **given)
-    assert (
-        rows(classic)["input_ids"][0].tolist()
-        == AutoTokenizer.from_pretrained(classic.model)("wo wo ")["input_ids"][:4]
-    )
+    assert (rows(classic)["input_ids"][0].tolist()
+            == AutoTokenizer.from_pretrained(classic.model)("wo wo ")["input_ids"][:4])  # fmt: skip
     assert torch.equal(rows(dataclasses.replace(classic, tokenizer="own"))["input_ids"], rows(classic)["input_ids"])
     words_ = "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nwo\n"
     bert = Workload(model=weights_in(tmp_path / "bert", {"vocab.txt": words_}, BERT), **given)
@@ -527,9 +505,7 @@ def test_what_json_can_hold_is_what_the_tokenizer_gets(tmp_path: Path, folder: s
 
 
 @pytest.mark.parametrize("kind", ["file", "stream", "saved"])
-def test_a_wrong_byte_in_an_arrow_file_is_refused_and_not_read_past_its_end(
-    tmp_path: Path, folder: str, kind: str
-) -> None:
+def test_a_wrong_byte_in_an_arrow_file_is_refused_and_not_read_past_its_end(tmp_path: Path, folder: str, kind: str):
     """Without the check this one reads what lies behind the text, and a larger one ends the process."""
     rows, path = pa.table({"text": ["w1", "w2"]}), tmp_path / "some.arrow"
     if kind == "saved":
@@ -603,7 +579,6 @@ def test_bytes_stay_what_they_are(tmp_path: Path) -> None:
 
 
 # -- names on the Hugging Face Hub -------------------------------------------------------------------------------------
-
 OFFLINE = """
 from fsdp_lab.spec.workload import Workload
 from fsdp_lab.models.check import check

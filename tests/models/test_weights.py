@@ -1,7 +1,5 @@
 """Weights of a folder: which files are read, under which names, and how what does not fit is refused."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil
@@ -60,8 +58,6 @@ def refusal(folder: Path, model: Any = None, **fields: Any) -> SpecError:
 
 
 # -- the values are those of from_pretrained ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("model", [*(SMALL[name] for name in ("bert", "t5", "resnet")), TIED, UNTIED], ids=str)
 def test_every_family_gets_back_what_was_saved(tmp_path: Path, model: Any) -> None:
     made = saved(tmp_path, model)
@@ -167,8 +163,6 @@ def test_a_tensor_that_was_saved_in_rows_is_one(tmp_path: Path, columns: tuple[t
 
 
 # -- where they are ----------------------------------------------------------------------------------------------------
-
-
 def test_own_weights_are_the_default_where_there_are_any(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text("{}")
@@ -193,8 +187,6 @@ def test_a_model_without_a_folder_has_no_weights_of_its_own(model: Any) -> None:
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------
-
-
 def _change(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
     held = load_file(folder / "model.safetensors")
     change(held)
@@ -244,9 +236,8 @@ def test_the_smallest_patterns_have_nothing_that_is_loaded() -> None:
 
 def test_a_trained_bert_lacks_a_head_and_says_how_to_begin(minilm: Path) -> None:
     refused = refusal(minilm)
-    assert (
-        "lack 5 of the model's tensors" in refused.reason and "pooler.dense.bias, pooler.dense.weight" in refused.reason
-    )
+    for said in ("lack 5 of the model's tensors", "pooler.dense.bias, pooler.dense.weight"):
+        assert said in refused.reason
     assert refused.fix == {"fresh_weights": ["cls.*", "pooler.*"]}
     check(Workload(model=str(minilm), **refused.fix))
 
@@ -270,8 +261,6 @@ def test_experts_that_must_be_merged_are_refused_with_the_call_that_merges_them(
 
 
 # -- folders that cannot be read ---------------------------------------------------------------------------------------
-
-
 def _split(folder: Path) -> Path:
     (folder / "model.safetensors").unlink()
     saved(folder, UNTIED, max_shard_size="40KB")
@@ -335,8 +324,6 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 # -- Distributed Checkpoints -------------------------------------------------------------------------------------------
-
-
 def test_a_distributed_checkpoint_of_safetensors_is_read(tmp_path: Path) -> None:
     made = filled(UNTIED, 5)
     writer = dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
@@ -357,8 +344,6 @@ def test_another_format_is_refused_by_the_name_of_its_file(tmp_path: Path, name:
 
 
 # -- names of a wrapped model -------------------------------------------------------------------------------------------
-
-
 def wrapped_folder(path: Path, *files: dict[str, torch.Tensor]) -> Path:
     path.mkdir()
     weight_map = {}

@@ -3,10 +3,7 @@ or with the numbers of some, as `... 03 10`.
 
 Both run in a real JupyterLab in chromium, so that Bokeh pictures exist; each picture is saved in its cell as a PNG in the
 place of the widget, which would be an empty frame wherever no kernel runs. The dashboard's own picture comes from the
-browser test: `FSDP_LAB_SCREENSHOTS=DIR pytest tests/browser/test_notebook.py`, then DIR/dashboard.png.
-"""
-
-from __future__ import annotations
+browser test: `FSDP_LAB_SCREENSHOTS=DIR pytest tests/browser/test_notebook.py`, then DIR/dashboard.png."""
 
 import base64
 import shutil

@@ -1,10 +1,7 @@
 """The notebooks run on real ranks, and are saved as a page without a kernel can show them.
 
 One kernel and one lab serve all of them, in small: fewer steps, and a calibration that is made up. 01 runs in a page
-(tests/browser/test_notebook.py).
-"""
-
-from __future__ import annotations
+(tests/browser/test_notebook.py)."""
 
 import json
 import re
@@ -67,7 +64,6 @@ def test_they_are_saved_small_and_static_and_link_to_what_is_there() -> None:
 
 
 # -- in a kernel -----------------------------------------------------------------------------------------------------
-
 KEPT = f"""
 import sys
 from fsdp_lab.lab import Lab
@@ -88,18 +84,13 @@ here = lab._calibration = made_up()[0]
 here"""
 # What a test does with less, or with what is there: a few steps are a sample of what a notebook shows.
 SMALLER: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
-    (r"\bLab\((?=ranks=2)", '__import__("kept").kept_lab('),
-    (r"\blab\.close\(\)", ""),
+    (r"\bLab\((?=ranks=2)", '__import__("kept").kept_lab('), (r"\blab\.close\(\)", ""),
     (r"here = lab\.calibrate\(passes=3\)\nhere", CALIBRATE),
-    (r"\bsteps=(\d+)(?!\d|, recover)", lambda m: f"steps={min(int(m[1]), 6)}"),
-    (r'"steps": 80', '"steps": 24'),
-    (r'model="gpt2-1m", steps=6\)\nwhile', 'model="gpt2-1m", steps=40)\nwhile'),
-    (r"every=20", "every=3"),
-    (r"rounds=2", "rounds=1"),
-    (r"files\[:60\]", "files[:6]"),
-    (r"files\[60:120\]", "files[6:12]"),
+    (r"\bsteps=(\d+)(?!\d|, recover)", lambda m: f"steps={min(int(m[1]), 6)}"), (r'"steps": 80', '"steps": 24'),
+    (r'model="gpt2-1m", steps=6\)\nwhile', 'model="gpt2-1m", steps=40)\nwhile'), (r"every=20", "every=3"),
+    (r"rounds=2", "rounds=1"), (r"files\[:60\]", "files[:6]"), (r"files\[60:120\]", "files[6:12]"),
     (r"(< |\+ )8\b", r"\g<1>3"),
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

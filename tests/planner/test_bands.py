@@ -1,7 +1,5 @@
 """Bands: what widens them, that they hold what they say, and the probability that a plan fits."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """A calibration finds what a made-up machine was made of, and predicts what it was not told."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from typing import Any
@@ -55,12 +53,10 @@ def probes() -> dict[str, Any]:
     }  # fmt: skip
 
 
-TRUTH = {
-    "lab": HostOverhead(step_s=2e-3, send_s=2e-4, tensor_s=5e-5),
-    "fsdp2": HostOverhead(step_s=3e-3, send_s=5e-4, tensor_s=9e-5, stretch=1.7),
-    "fsdp1": HostOverhead(step_s=2e-3, send_s=-1e-4, tensor_s=6e-5, stretch=1.2),
-    "ddp": HostOverhead(step_s=2e-3, tensor_s=4e-5),
-}
+TRUTH = {"lab": HostOverhead(step_s=2e-3, send_s=2e-4, tensor_s=5e-5),
+         "fsdp2": HostOverhead(step_s=3e-3, send_s=5e-4, tensor_s=9e-5, stretch=1.7),
+         "fsdp1": HostOverhead(step_s=2e-3, send_s=-1e-4, tensor_s=6e-5, stretch=1.2),
+         "ddp": HostOverhead(step_s=2e-3, tensor_s=4e-5)}  # fmt: skip
 
 
 @functools.cache

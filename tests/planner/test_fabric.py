@@ -1,7 +1,5 @@
 """Collectives against their formula and against published timings."""
 
-from __future__ import annotations
-
 import csv
 import math
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Planned memory beside the ledger of real ranks and beside closed forms; models that are frozen in part, and dropout."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -22,13 +20,8 @@ from tests.rank.test_ledger import ledger_steps
 pytestmark = pytest.mark.timeout(600)  # a fixture trains all Specs, within the pool's own limit
 
 # Patterns of what is frozen: all of the first blocks, and parts of the others.
-FROZEN = [
-    "transformer.wte.*",
-    "transformer.wpe.*",
-    "transformer.h.[01].*",
-    "transformer.h.*.attn.*",
-    "transformer.ln_f.*",
-]
+FROZEN = ["transformer.wte.*", "transformer.wpe.*", "transformer.h.[01].*", "transformer.h.*.attn.*",
+          "transformer.ln_f.*"]  # fmt: skip
 
 # Every backend, offload, sharding, precision, optimizer, wrap and kind of model is in one of them: not every pair.
 FIELDS: dict[str, dict[str, Any]] = {
@@ -52,9 +45,8 @@ SPECS = {name: Spec(world_size=2).replace(**{"model": "gpt2-1m", "seq_len": 128,
 
 def planned(spec: Spec) -> MemoryPlan:
     w = spec.workload
-    shape = shape_for(
-        w.model, "block" if spec.strategy.backend == "ddp" else spec.strategy.wrap, w.freeze, w.adapters, w.dropout
-    )
+    wrap = "block" if spec.strategy.backend == "ddp" else spec.strategy.wrap
+    shape = shape_for(w.model, wrap, w.freeze, w.adapters, w.dropout)
     return memory(spec, shape, device="cpu")
 
 

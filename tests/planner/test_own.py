@@ -1,7 +1,5 @@
 """A module of one's own is recorded once, and its plan is what a rank measures; what cannot be planned is refused."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any

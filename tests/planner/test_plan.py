@@ -1,7 +1,5 @@
 """Plans of one Spec: their figures hang together, and say what nobody said."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Published rows: how they are read, that they are met within bounds, and that what was fitted to them is in the package."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Shapes and tapes: what a planner knows of a model is what the model is."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The simulated step against what can be reckoned by hand."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection
 

@@ -1,7 +1,5 @@
 """The peak of a step's memory in closed form, to hold the planner's replay of a tape against."""
 
-from __future__ import annotations
-
 from fsdp_lab.engine.schedule import Direction, PointSide
 from fsdp_lab.planner.memory import batch_bytes, tape_of
 from fsdp_lab.planner.memory_models.base import MemoryTracker

@@ -1,7 +1,5 @@
 """What several files compare with."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.pool import Pool

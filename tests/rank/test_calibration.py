@@ -1,7 +1,5 @@
 """What is measured for as long on one rank as on another."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

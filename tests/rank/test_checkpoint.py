@@ -1,8 +1,6 @@
 """A training that was saved or suspended goes on bit for bit, under any backend and any number of ranks; what is torn is
 said to be."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -44,14 +42,11 @@ IMAGES: dict[str, Any] = {**DDP, "model": RESNET, "data": "images"}
 HYBRID = {"sharding": "hybrid_shard", "shard_size": 2}
 PLAIN = {"dropout": "config", **COSINE}  # masks and rates are those of the steps that follow
 KINDS: list[dict[str, Any]] = [
-    PLAIN,
-    {"precision": "fp16", "offload": "all", "optimizer": "ASGD", "optimizer_args": {"t0": 1}},
-    {"backend": "fsdp2", "offload": "all", "optimizer": "NAdam"},
-    {"backend": "fsdp1", "precision": "bf16"},
+    PLAIN, {"precision": "fp16", "offload": "all", "optimizer": "ASGD", "optimizer_args": {"t0": 1}},
+    {"backend": "fsdp2", "offload": "all", "optimizer": "NAdam"}, {"backend": "fsdp1", "precision": "bf16"},
     {"optimizer": "sgd", "sharding": "zero1", "optimizer_args": {"momentum": 0.9}},
-    {"optimizer_args": {"fused": True, "amsgrad": True}},
-    IMAGES,
-]
+    {"optimizer_args": {"fused": True, "amsgrad": True}}, IMAGES,
+]  # fmt: skip
 
 
 def _ended(s: Any, before: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
@@ -223,8 +218,6 @@ def test_every_element_is_written_once_and_nothing_is_pickled(undisturbed: list[
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------
-
-
 def _disk_full(place: Place, given: dict[str, Any], root: str) -> tuple[Any, Any, list[Any]]:
     with running(place, given, steps=1) as s:
         full = OSError(28, "No space left on device")
@@ -245,9 +238,7 @@ def test_a_full_disk_is_said_and_training_goes_on(pool: Pool, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_what_cannot_be_resumed_is_refused_on_all_ranks_alike(
-    pool: Pool, undisturbed: list[Any], tmp_path: Path
-) -> None:
+def test_what_cannot_be_resumed_is_refused_on_all_ranks_alike(pool: Pool, undisturbed: list[Any], tmp_path: Path):
     good = Path(undisturbed[0][0][2]["path"])
     cut = shutil.copytree(good, tmp_path / good.name)
     file = next(cut.glob("*.safetensors"))
@@ -262,18 +253,15 @@ def test_what_cannot_be_resumed_is_refused_on_all_ranks_alike(
         assert "no checkpoint can be written to" in unwritten and len(after["events"]) == 1
 
 
-@pytest.mark.parametrize(
-    ("harm", "said"),
-    [
-        (lambda p: (p / MANIFEST).unlink(), f"has no {MANIFEST}"),
-        (lambda p: (p / MANIFEST).write_text("{"), "cannot be read"),
-        (lambda p: (p / MANIFEST).write_text('{"format": 99}'), "has format 99"),
-        (lambda p: next(p.glob("*.safetensors")).unlink(), "lacks its file"),
-        (lambda p: os.truncate(next(p.glob("*.safetensors")), 100), "is damaged"),
-        (lambda p: _rename(p, "../../etc/passwd"), "does not lie in it"),
-        (lambda p: p.rename(p.with_name(p.name + PARTIAL)), "was never finished"),
-    ],
-)
+@pytest.mark.parametrize(("harm", "said"), [
+    (lambda p: (p / MANIFEST).unlink(), f"has no {MANIFEST}"),
+    (lambda p: (p / MANIFEST).write_text("{"), "cannot be read"),
+    (lambda p: (p / MANIFEST).write_text('{"format": 99}'), "has format 99"),
+    (lambda p: next(p.glob("*.safetensors")).unlink(), "lacks its file"),
+    (lambda p: os.truncate(next(p.glob("*.safetensors")), 100), "is damaged"),
+    (lambda p: _rename(p, "../../etc/passwd"), "does not lie in it"),
+    (lambda p: p.rename(p.with_name(p.name + PARTIAL)), "was never finished"),
+])  # fmt: skip
 def test_what_is_torn_is_recognised_and_the_last_good_one_is_found(tmp_path: Path, harm: Any, said: str) -> None:
     good, broken = (_written(tmp_path, step).path for step in (1, 2))
     harm(broken)
@@ -324,9 +312,8 @@ def _killed_at_each_moment(place: Place, root: str) -> list[tuple[int, int, bool
 
             def count_down(event: str, args: Any) -> None:
                 nonlocal left
-                writes = event in ("os.mkdir", "os.rename", "shutil.rmtree") or (
-                    event == "open" and "w" in str(args[1])
-                )
+                opens = event == "open" and "w" in str(args[1])
+                writes = opens or event in ("os.mkdir", "os.rename", "shutil.rmtree")
                 left -= writes and root in str(args[0])
                 if left < 0:
                     signal.raise_signal(signal.SIGKILL)  # which is no audited event itself
@@ -357,8 +344,6 @@ def test_killed_at_any_moment_the_last_good_one_is_usable_and_torn_ones_are_name
 
 
 # -- what is left when ranks are gone ---------------------------------------------------------------------------------
-
-
 def _layouts(place: Place, given: dict[str, Any], writers: list[list[int]]) -> list[Any]:
     """For each set of writers, the elements of parameters that this rank would write; None: there are not all."""
     told: list[Any] = []

@@ -1,7 +1,5 @@
 """The checksum of the parameters and the gradient's norm: the same however they are sharded, another when one element is."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +14,9 @@ from fsdp_lab.rank.trainer import _rounded, checksum, squared_norm
 from tests.pool import Pool
 from tests.rank.test_session import DDP, apply, play, spec, train
 
-LAYOUTS: list[dict[str, Any]] = [
-    {"sharding": "zero1"},
-    {"sharding": "hybrid_shard", "shard_size": 2},
-    {"backend": "fsdp2", "sharding": "hybrid_shard", "shard_size": 2},
-    {"backend": "fsdp1"},
-    DDP,
-]
+LAYOUTS: list[dict[str, Any]] = [{"sharding": "zero1"}, {"sharding": "hybrid_shard", "shard_size": 2},
+                                 {"backend": "fsdp2", "sharding": "hybrid_shard", "shard_size": 2},
+                                 {"backend": "fsdp1"}, DDP]  # fmt: skip
 
 
 def copies(events: list[StepEvent]) -> dict[int, int]:
@@ -82,9 +76,8 @@ def test_it_is_exact_of_a_large_tensor(shape: tuple[int, ...]) -> None:
     """Of which torch sums the squares one after the other, in fp32, where it is asked for the norm of all at once."""
     t = random(*shape)
     for one in (t, t.t() if t.dim() == 2 else t, t.reshape(-1)):
-        assert float(squared_norm([one], torch.device("cpu"))) == pytest.approx(
-            float(one.double().square().sum()), rel=1e-13
-        )
+        exact = float(one.double().square().sum())
+        assert float(squared_norm([one], torch.device("cpu"))) == pytest.approx(exact, rel=1e-13)
 
 
 def test_it_has_the_same_bits_however_the_elements_are_cut() -> None:

@@ -1,9 +1,6 @@
 """Injected faults, without a kernel: what each rank says, that none is left blocked, and that they go on.
 
-Those that end or stop a process are in tests/lab/test_faults.py.
-"""
-
-from __future__ import annotations
+Those that end or stop a process are in tests/lab/test_faults.py."""
 
 import re
 from typing import Any

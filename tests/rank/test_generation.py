@@ -1,8 +1,6 @@
 """Evaluations, and texts that a training's model continues: no training changes by them, all backends find the same and give
 transformers' own tokens, and an evaluation that is stopped loses nothing."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -157,8 +155,6 @@ def test_prompts_are_texts() -> None:
 
 
 # -- evaluations -----------------------------------------------------------------------------------------------------
-
-
 def _as_it_was(s: Session) -> bool:
     """Another evaluation, of the step that has ended: what it leaves of modes, buffers and gathered parameters."""
     trainer = trainer_of(s)

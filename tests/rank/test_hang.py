@@ -3,8 +3,6 @@
 Over a simulated NCCL (tests/wire/simulated_nccl.py) ranks that wait for their device are freed in bounded time as well.
 Kills and drills, over Gloo, are in tests/lab/test_recovery.py."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -166,7 +164,6 @@ def test_beats_tell_what_a_blocked_rank_waits_for_and_where_the_other_is(pool: P
 
 
 # -- over NCCL -------------------------------------------------------------------------------------------------------
-
 WAITED_S = 12.0  # in which ranks, also on a busy machine, get to the wait in which they stay
 
 

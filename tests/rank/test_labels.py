@@ -1,7 +1,5 @@
 """Samples with different numbers of labels: loss and gradients are those of the whole global batch, however it is split."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -73,9 +71,7 @@ def plainly(given: Spec) -> tuple[float, float, float, dict[str, np.ndarray], fl
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "world_size"), [("chats", 2), ("masked", 1), ("texts", 4)])
-def test_loss_gradients_and_evaluation_are_those_of_one_process(
-    pool: Pool, tmp_path: Path, kind: str, world_size: int
-) -> None:
+def test_loss_gradients_and_evaluation_are_those_of_one_process(pool: Pool, tmp_path: Path, kind: str, world_size: int):
     """And those of all backends have the same bits."""
     changes = of_kind(kind, tmp_path)
     loss, norm, eval_loss, after, unlike = plainly(spec(1, **changes))

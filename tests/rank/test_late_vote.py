@@ -1,8 +1,6 @@
 """The vote of a device, whose result the host reads when the next step begins: the same training, whatever ends it in
 between, over a simulated NCCL (tests/wire/simulated_nccl.py). And for what the host waits, on a simulated device."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal
@@ -58,10 +56,8 @@ def voting(s: Session) -> Iterator[Trainer]:
         mark=nccl.record, synchronize=nccl.synchronize, future=torch.futures.Future,
     )  # fmt: skip
     on_device = (*simulated_nccl.ON_DEVICE, torch.float64)
-    with (
-        mock.patch.object(simulated_nccl, "ON_DEVICE", on_device),
-        mock.patch.object(torch.Tensor, "tolist", lambda t: TOLIST(t.clone())),
-    ):
+    with (mock.patch.object(simulated_nccl, "ON_DEVICE", on_device),
+          mock.patch.object(torch.Tensor, "tolist", lambda t: TOLIST(t.clone()))):  # fmt: skip
         s.context.streams = trainer.meter._streams = streams
         s.context.alive = torch.ones(1, dtype=torch.float64)
         try:
@@ -97,12 +93,8 @@ def _trained(place: Place, changes: dict[str, Any], late: bool) -> Any:
         numbers.append(trainer.progress.step)
         UPDATE(trainer, vote)
 
-    with (
-        begun(place, changes) as s,
-        voting(s),
-        mock.patch.object(Trainer, "_update_guarded", update),
-        mock.patch.object(Trainer, "_reads_late", Trainer._reads_late if late else lambda trainer: False),
-    ):
+    with (begun(place, changes) as s, voting(s), mock.patch.object(Trainer, "_update_guarded", update),
+          mock.patch.object(Trainer, "_reads_late", Trainer._reads_late if late else lambda trainer: False)):  # fmt: skip
         return told(s.train(5, checks=[AT])["events"]), held(s), numbers
 
 
@@ -159,11 +151,8 @@ def _disturbed(place: Place, what: str, file: str = "") -> Any:
         events.clear()
         if what == "nan, read at once" and place.rank == 1:
             s.arm({"kind": "nan", "ranks": [1], "at_step": 100})  # whatever is armed may need it
-        with (
-            voting(s) as trainer,
-            mock.patch.multiple(Trainer, _loss_and_norm=loss_and_norm, _update_guarded=update),
-            mock.patch.object(SimulatedGroup, "_land", land),
-        ):
+        with (voting(s) as trainer, mock.patch.multiple(Trainer, _loss_and_norm=loss_and_norm, _update_guarded=update),
+              mock.patch.object(SimulatedGroup, "_land", land)):  # fmt: skip
             found = said_by(s, 5), trainer.progress.step, held(s), told(events)
         if file and place.rank == 0:
             Path(file).write_bytes(pickle.dumps(found))
@@ -195,9 +184,7 @@ def test_all_ranks_end_after_the_same_step(pool: Pool, undisturbed: list[Any], w
 
 
 @pytest.mark.parametrize(("what", "ends"), [("killed, vote not cast", AT), ("killed, vote cast", AT + 1)])
-def test_a_killed_rank_leaves_whole_steps(
-    pool: Pool, undisturbed: list[Any], tmp_path: Path, what: str, ends: int
-) -> None:
+def test_a_killed_rank_leaves_whole_steps(pool: Pool, undisturbed: list[Any], tmp_path: Path, what: str, ends: int):
     with pytest.raises(RankError, match="process ended"):
         pool.run(simulated, 2, _disturbed, what, str(tmp_path / "found"), reduction=None)
     said, step, state, events = pickle.loads((tmp_path / "found").read_bytes())
@@ -206,8 +193,6 @@ def test_a_killed_rank_leaves_whole_steps(
 
 
 # -- what is asked of a device ----------------------------------------------------------------------------------------
-
-
 class WatchedDevice(SimulatedDevice):
     """Notes in `log` whether the host drains it, or waits for a mark behind which it has more to do. A read of memory of
     its own drains it; one of the host's memory is a race if the host has not waited for what was copied there."""

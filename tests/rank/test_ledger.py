@@ -1,7 +1,5 @@
 """The memory ledger: known bytes of known models, in all four backends, at every unit of a step."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from pathlib import Path
@@ -73,8 +71,6 @@ def test_memory_that_ranks_share_is_counted_once(pool: Pool) -> None:
 
 
 # -- known bytes -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def events(pool: Pool) -> dict[str, StepEvent]:
     return dict(zip(BACKENDS, ledgers(pool, *(spec(**changes) for changes in BACKENDS.values())), strict=True))
@@ -144,15 +140,12 @@ def test_a_block_adds_what_its_operators_save(events: dict[str, StepEvent]) -> N
 
 
 # -- strategies: their peaks are the planner's, by class (tests/planner/test_memory.py) ------------------------------
-
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "recompute": {"recompute": "full"},
-    "offload of the optimizer": {"offload": "optimizer"},
+    "recompute": {"recompute": "full"}, "offload of the optimizer": {"offload": "optimizer"},
     "fsdp2, offload of all": {"backend": "fsdp2", "offload": "all"},
-    "fsdp1, bf16": {"backend": "fsdp1", "precision": "bf16"},
-    "two micro-batches": {"accumulate": 2, "sync": "last"},
+    "fsdp1, bf16": {"backend": "fsdp1", "precision": "bf16"}, "two micro-batches": {"accumulate": 2, "sync": "last"},
     "zero1": {"sharding": "zero1"},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -186,9 +179,7 @@ def test_every_byte_has_a_class_under_every_strategy_and_what_is_offloaded_is_no
 
 
 @pytest.mark.slow
-def test_recompute_keeps_the_inputs_of_blocks_alone(
-    events: dict[str, StepEvent], by_strategy: dict[str, StepEvent]
-) -> None:
+def test_recompute_keeps_the_inputs_of_blocks_alone(events: dict[str, StepEvent], by_strategy: dict[str, StepEvent]):
     plain, again = events["lab"], by_strategy["recompute"]
     kept = 4 * BATCH * SEQ * WIDTH + torch.get_rng_state().nbytes  # so that dropout repeats itself
     ends = [at(again, "forward", f"transformer.h.{i}").activations_bytes for i in range(LAYERS)]
@@ -220,8 +211,6 @@ def test_what_a_ledger_step_found_is_kept_and_what_is_dropped_is_gone(pool: Pool
 
 
 # -- by hand ---------------------------------------------------------------------------------------------------------
-
-
 def _operations_recorded(place: Place) -> list[list[str]]:
     """The names of Gloo's operations that a profiler recorded: with the ledger's setting of the wire, and without."""
     found = []
@@ -268,11 +257,9 @@ def test_the_highest_moment_between_two_marks_is_in_the_curve() -> None:
               MemoryBlock(20, Role.ACTIVATIONS, 12.0, 17.0), MemoryBlock(5, Role.OTHER, 25.0, 30.0)]  # fmt: skip
     found = _follow(blocks, marks)
     assert [(s.at_s, s.phase, s.unit, s.moment, s.classes.total_bytes) for s in found.curve] == [
-        (0, "begin", "root", "begin", 100),
-        (1e-8, "forward", "a", "begin", 100),
-        (1.2e-8, "forward", "a", "highest", 150),
-        (2e-8, "update", "root", "end", 100),
-    ]
+        (0, "begin", "root", "begin", 100), (1e-8, "forward", "a", "begin", 100),
+        (1.2e-8, "forward", "a", "highest", 150), (2e-8, "update", "root", "end", 100),
+    ]  # fmt: skip
     assert found.peak == RoleBytes(parameters_bytes=100, activations_bytes=50)
     assert found.end_bytes == 107  # what is on the host too
 

@@ -1,7 +1,5 @@
 """A Session on an emulated link: bits stay, times follow, it is switched while training, and a stop does not wait for it."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -84,7 +82,6 @@ def test_a_stop_does_not_wait_for_the_link(pool: Pool) -> None:
 
 
 # -- what the collectives of a training go over, told in the first step after a switch ---------------------------------
-
 HYBRID, MAPPED = {"sharding": "hybrid_shard", "shard_size": 2}, {"gather": "mapped"}
 
 

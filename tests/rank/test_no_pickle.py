@@ -1,7 +1,5 @@
 """What ranks tell each other is never unpickled, which would execute what arrives."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """A loss or gradient that is not finite: the step is applied on no rank, whose it was is said, and the training goes on from
 the last good step."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -50,9 +48,7 @@ def _poisoned(place: Place, given: dict[str, Any], phase: str, ranks: list[int])
 @pytest.mark.parametrize(
     ("backend", "phase"), tiered([("lab", "backward"), ("fsdp2", "forward")], lambda backend, phase: backend == "lab")
 )
-def test_the_rank_whose_it_is_says_so_and_nothing_is_changed(
-    pool: Pool, steady: list[float], backend: str, phase: str
-) -> None:
+def test_the_rank_whose_it_is_says_so_and_nothing_is_changed(pool: Pool, steady: list[float], backend: str, phase: str):
     given = spec(**BACKENDS[backend]).to_dict()
     (zero, *rest), (one, *others) = pool.run(_poisoned, 2, given, phase, [1], reduction=None)
     assert rest == others == [True, steady[:5]]

@@ -1,7 +1,5 @@
 """A module, a loss and a dataset of one's own on ranks: equal under all backends, switched, saved, and refused."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

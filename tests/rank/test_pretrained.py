@@ -1,8 +1,6 @@
 """Trained weights on the ranks: the values of a folder, whatever the backend and the number of ranks, and what they cost.
 Low-rank adapters: equal bits under every backend, memory as computed, and a folder that peft opens."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from contextlib import closing
@@ -122,9 +120,7 @@ def _values(s: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_a_misfit_is_refused_by_all_ranks_and_a_checkpoint_needs_no_folder_and_is_one(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_a_misfit_is_refused_by_all_ranks_and_a_checkpoint_needs_no_folder_and_is_one(pool: Pool, tmp_path: Path):
     folder = tmp_path / "model"
     filled("gpt2-1m", 3).save_pretrained(folder / "weights")  # type: ignore[operator]
     shutil.copy(folder / "weights" / "config.json", folder)
@@ -138,8 +134,6 @@ def test_a_misfit_is_refused_by_all_ranks_and_a_checkpoint_needs_no_folder_and_i
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
-
-
 class KernelPeak(HostPeak):
     """Begins the kernel's own peak of resident memory anew, where the rank begins to look."""
 
@@ -193,7 +187,6 @@ def test_loading_takes_the_memory_of_shards_and_about_one_unit(pool: Pool, tmp_p
 
 
 # -- adapters --------------------------------------------------------------------------------------------------------
-
 LORA = {"r": 4, "targets": ["c_attn", "c_proj", "wte"]}  # wte is tied to the head
 ADAPTED: tuple[dict[str, Any], ...] = (
     {"sharding": "shard_grad_op", "recompute": "full", "offload": "optimizer"}, {"backend": "fsdp2"}, {"backend": "fsdp1"},
@@ -203,13 +196,10 @@ STEPS = 4
 
 
 @pytest.mark.slow
-def test_all_backends_and_a_live_switch_train_the_same_adapters_in_the_memory_of_theory_and_of_the_plan(
-    pool: Pool,
-) -> None:
+def test_all_backends_and_a_live_switch_train_the_same_adapters_in_the_memory_of_theory_and_of_the_plan(pool: Pool):
     """They begin with the loss of the model alone."""
-    calls = [
-        c for kind in ADAPTED for c in (apply(spec(**kind, lora=LORA), fresh=True), train(STEPS, checks=range(STEPS)))
-    ]
+    steps = train(STEPS, checks=range(STEPS))
+    calls = [c for kind in ADAPTED for c in (apply(spec(**kind, lora=LORA), fresh=True), steps)]
     for i, kind in enumerate(ADAPTED):
         calls += [apply(spec(**kind, lora=LORA), fresh=i == 0), train(1, checks=[i])]
     by_rank = play(pool, 2, *calls, apply(spec(), fresh=True), train(2, checks=range(2)), reduction="rank_ordered")

@@ -2,8 +2,6 @@
 not be opened do not keep ranks from meeting later. A store may not answer, and a rank sees that
 a peer of its machine is gone."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Trainings that ask for much: the same bits under every backend, through switches, and whatever is looked at meanwhile."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -16,18 +14,12 @@ from tests.pool import Place, Pool
 from tests.rank.test_generation import PROMPTS, SAMPLES, TOKENS, traffic
 from tests.rank.test_session import COSINE, DDP, Call, apply, call, play, running, spec, train, trainer_of
 
-KINDS: list[dict[str, Any]] = [
-    {"backward_prefetch": 2, "forward_prefetch": 1, "recompute": "full"},
-    {"backend": "fsdp2", "forward_prefetch": 1},
-    {"backend": "fsdp1", "sharding": "shard_grad_op", "recompute": "every:2"},
-    DDP,
-    {"sharding": "zero1", "offload": "optimizer"},
-]
-ASKED: list[dict[str, Any]] = [
-    {"dropout": "config"},
-    COSINE,
-    {"param_groups": GROUPS},
-]  # each of which changes the losses
+KINDS: list[dict[str, Any]] = [{"backward_prefetch": 2, "forward_prefetch": 1, "recompute": "full"},
+                               {"backend": "fsdp2", "forward_prefetch": 1},
+                               {"backend": "fsdp1", "sharding": "shard_grad_op", "recompute": "every:2"}, DDP,
+                               {"sharding": "zero1", "offload": "optimizer"}]  # fmt: skip
+# each of which changes the losses
+ASKED: list[dict[str, Any]] = [{"dropout": "config"}, COSINE, {"param_groups": GROUPS}]
 SAME = ("step", "samples", "mean_loss", "grad_norm")
 
 
@@ -40,12 +32,9 @@ def asking(without: dict[str, Any] | None = None, **changes: Any) -> Spec:
 def looked_at(given: Spec) -> list[Call]:
     """Four steps: over an emulated link, with evaluations and texts, traced in two places, and two of them in the ledger."""
     wanted = {"prompts": PROMPTS, "sampling": {"new_tokens": TOKENS}}
-    return [
-        apply(given.replace(link="20 MB/s, 0.2 ms"), fresh=True, evaluated=SAMPLES, **wanted),
-        train(2, checks=range(2), evaluations={0: SAMPLES, 1: SAMPLES}, **wanted),
-        call("generate", "run", PROMPTS, {"new_tokens": TOKENS}),
-        train(2, checks=range(2, 4), ledgers=[3]),
-    ]
+    return [apply(given.replace(link="20 MB/s, 0.2 ms"), fresh=True, evaluated=SAMPLES, **wanted),
+            train(2, checks=range(2), evaluations={0: SAMPLES, 1: SAMPLES}, **wanted),
+            call("generate", "run", PROMPTS, {"new_tokens": TOKENS}), train(2, checks=range(2, 4), ledgers=[3])]  # fmt: skip
 
 
 def summed(of_ranks: list[list[dict[str, Any]]]) -> list[Any]:
@@ -91,8 +80,6 @@ def test_backends_switches_evaluations_texts_ledgers_and_links_change_no_bit(poo
 
 
 # -- dropout as a config says; in a resumed run: test_checkpoint.py ----------------------------------------------------
-
-
 def test_what_a_router_draws_whatever_its_config_says_is_the_same_again(pool: Pool) -> None:
     phimoe = {"model_type": "phimoe", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 384,
               "num_key_value_heads": 2, "intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2,

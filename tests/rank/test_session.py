@@ -1,7 +1,5 @@
 """A rank's Session: steps and their events, switches in place, refusals, and steps that are given up."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -38,25 +36,14 @@ def spec(world_size: int = 2, **changes: Any) -> Spec:
 
 COSINE = {"lr_schedule": "cosine", "warmup_steps": 2, "decay_steps": 6, "lr_end": 0.1}
 DDP = {"backend": "ddp", "sharding": "no_shard"}
-BACKENDS: dict[str, dict[str, Any]] = {
-    "lab": {"backend": "lab"},
-    "fsdp2": {"backend": "fsdp2"},
-    "fsdp1": {"backend": "fsdp1"},
-    "ddp": DDP,
-}
+BACKENDS: dict[str, dict[str, Any]] = {"lab": {"backend": "lab"}, "fsdp2": {"backend": "fsdp2"},
+                                       "fsdp1": {"backend": "fsdp1"}, "ddp": DDP}  # fmt: skip
 
 
 def session(place: Place, **options: Any) -> Session:
-    return Session(
-        rank=place.rank,
-        world_size=place.world_size,
-        device=str(place.info.device),
-        store=place.store,
-        threads=1,
-        shared_gpu_ranks=place.sharing,
-        memory_cap=0.9 / place.sharing,
-        **{"timeout_s": 20, **options},
-    )
+    return Session(rank=place.rank, world_size=place.world_size, device=str(place.info.device), store=place.store,
+                   threads=1, shared_gpu_ranks=place.sharing, memory_cap=0.9 / place.sharing,
+                   **{"timeout_s": 20, **options})  # fmt: skip
 
 
 @contextmanager
@@ -195,9 +182,7 @@ def test_switches_do_not_disturb_the_loss(pool: Pool) -> None:
     assert [e.first_after_switch for e in switched] == [True, False] * 4
 
 
-def test_a_light_change_rebuilds_nothing_and_as_many_reductions_are_made_as_micro_batches_communicate(
-    pool: Pool,
-) -> None:
+def test_a_light_change_rebuilds_nothing_and_as_many_reductions_are_made_as_micro_batches_communicate(pool: Pool):
     parts = [(spec(accumulate=5, sync=sync), 1) for sync in ("last", "every", 2, 3)]
     of_ddp = [(spec(**DDP, accumulate=3, sync=sync), 1) for sync in ("last", "every")]
     ((*mine, last, every), _), answers = follow(
@@ -224,16 +209,11 @@ CACHES = {"model_type": "xlm", "emb_dim": 32, "n_layers": 2, "n_heads": 4, "voca
 
 
 def test_a_refusal_leaves_all_as_it_was(pool: Pool) -> None:
-    refused = {
-        "world_size": spec(world_size=3),
-        "strategy.wrap": spec(wrap="class:Nothing"),
-        "strategy.offload": spec(backend="fsdp1", offload="all"),
-        "workload.data": spec(data="/nowhere/at/all"),
-        "workload.seq_len": spec(seq_len=65),
-        "workload.freeze": spec(freeze=["nothing.*"]),
-        "strategy.backend": spec(model=EXPERTS, backend="fsdp2"),
-        "strategy.recompute": spec(model=CACHES, recompute="full"),
-    }
+    refused = {"world_size": spec(world_size=3), "strategy.wrap": spec(wrap="class:Nothing"),
+               "strategy.offload": spec(backend="fsdp1", offload="all"), "workload.data": spec(data="/nowhere/at/all"),
+               "workload.seq_len": spec(seq_len=65), "workload.freeze": spec(freeze=["nothing.*"]),
+               "strategy.backend": spec(model=EXPERTS, backend="fsdp2"),
+               "strategy.recompute": spec(model=CACHES, recompute="full")}  # fmt: skip
     calls = [fails(apply(bad, fresh=i % 2 == 0)) for i, bad in enumerate(refused.values())]
     for _, _, *said, after in play(pool, 2, apply(spec()), train(2), *calls, train(2)):
         assert [text.split(":")[1].strip() for text in said] == [*refused]
@@ -380,8 +360,6 @@ def test_a_rank_that_comes_late_to_a_call_that_was_given_up_does_not_wait_in_the
 
 
 # -- without a notebook: `torchrun -m fsdp_lab.rank spec.json` trains the same Spec ------------------------------------
-
-
 @pytest.mark.slow
 def test_each_step_is_a_line_of_json_and_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
     (file := tmp_path / "spec.json").write_text(spec().to_json())

@@ -1,7 +1,5 @@
 """A switch that fails anywhere, on one rank or by an abort, loses nothing: training continues in the old Spec."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from typing import Any
@@ -66,10 +64,8 @@ CHAIN: list[tuple[dict[str, Any], list[tuple[str, int]]]] = [  # the next Spec, 
 def _failed(place: Place, first: dict[str, Any], chain: list[tuple[dict[str, Any], list[tuple[str, int]]]]) -> Any:
     """A step, and of each switch: it fails, perhaps its recovery too, a step, it succeeds. And a step."""
     told = []
-    with (
-        mock.patch.object(transfer, "_BATCH_ELEMENTS", (3000, 3000)),
-        closing(session(place, reduction="rank_ordered")) as s,
-    ):
+    with (mock.patch.object(transfer, "_BATCH_ELEMENTS", (3000, 3000)),
+          closing(session(place, reduction="rank_ordered")) as s):  # fmt: skip
         s.apply("run", first)
         losses = [e["mean_loss"] for e in s.train(1)["events"]]
         for other, failures in chain:
@@ -103,9 +99,8 @@ def _aborted(place: Place, given: dict[str, Any]) -> Any:
     with running(place, given, reduction="rank_ordered") as s:
         losses = [e["mean_loss"] for e in s.train(2)["events"]]
         s.suspend()
-        failing = (
-            mock.patch.object(lifecycle, "build", side_effect=ZeroDivisionError) if place.rank == 1 else nullcontext()
-        )
+        patch = mock.patch.object(lifecycle, "build", side_effect=ZeroDivisionError)
+        failing = patch if place.rank == 1 else nullcontext()
         with failing, pytest.raises((ZeroDivisionError, RuntimeError)):
             s.resume("run")
         step = s.resume("run")["step"]
@@ -123,10 +118,8 @@ def test_an_abort_while_it_is_resumed_does_not_lose_it(pool: Pool, steady: list[
 def _busy(place: Place) -> tuple[list[int], list[int]]:
     """After a switch: how large the old storage is that an operation may use, and the rest."""
     with running(place, spec(), steps=1) as s:
-        storages = {
-            s.local.untyped_storage().data_ptr(): s.local.untyped_storage()
-            for s in trainer_of(s).backend.param_shards()
-        }
+        storages = {s.local.untyped_storage().data_ptr(): s.local.untyped_storage()
+                    for s in trainer_of(s).backend.param_shards()}  # fmt: skip
         used, *rest = storages
         with mock.patch.object(s.context, "busy_addresses", lambda: {used}):
             s.apply("run", spec(backend="ddp", sharding="no_shard").to_dict())

@@ -1,7 +1,5 @@
 """A live switch never holds two models, moves every bit, and is undone where it fails."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -95,7 +95,6 @@ def test_tracing_changes_no_bit_and_the_ranks_clocks_agree(by_rank: list[list[li
 
 
 # -- clocks ----------------------------------------------------------------------------------------------------------
-
 AHEAD_S = 1234.5
 
 
@@ -120,7 +119,6 @@ def test_clocks_are_compared_over_the_wire(pool: Pool) -> None:
 
 
 # -- a GPU's kernels -------------------------------------------------------------------------------------------------
-
 GATHER, SCATTER = "ncclDevKernel_AllGather_RING_LL(...)", "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(...)"
 
 

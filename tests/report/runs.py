@@ -1,7 +1,5 @@
 """A comparison to write reports of: plausible steps with spans, a switch, a fault, an offload, and a refusal."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from fsdp_lab.base.events import StepEvent
@@ -38,9 +36,6 @@ def sweep() -> list[RecordedRun | Refusal]:
     switched = run_of(3, FULL.replace(offload="optimizer"))
     switched.switches.append(Switch(step=24, before=FULL, after=switched.spec, seconds=0.31, carried=True))
     return [
-        run_of(0, BASE),
-        run_of(1, FULL),
-        run_of(2, FULL.replace(backend="fsdp2"), fault=0.5),
-        switched,
+        run_of(0, BASE), run_of(1, FULL), run_of(2, FULL.replace(backend="fsdp2"), fault=0.5), switched,
         Refusal({"strategy": {"backend": "fsdp2", "sharding": "zero1"}}, "FSDP2 always shards the gradients"),
-    ]
+    ]  # fmt: skip

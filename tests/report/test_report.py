@@ -1,7 +1,5 @@
 """A report's file: what is in it, what it refuses, and that nothing in it can do harm. `tests/browser` opens it."""
 
-from __future__ import annotations
-
 import json
 import re
 from html import unescape
@@ -94,11 +92,9 @@ def test_what_a_reader_finds(written):
 
 def test_what_comes_from_a_run_is_text_and_nothing_else(tmp_path):
     spec = SPEC.replace(model=HOSTILE, data=HOSTILE)
-    runs = [
-        past("a", spec, notes=(HOSTILE,), reason=HOSTILE, environment={HOSTILE: [HOSTILE, {"b": HOSTILE}]}),
-        past("b", spec.replace(sharding="shard_grad_op"), loss_off=9.0),
-        Refusal({"workload": {"model": HOSTILE}}, HOSTILE),
-    ]
+    runs = [past("a", spec, notes=(HOSTILE,), reason=HOSTILE, environment={HOSTILE: [HOSTILE, {"b": HOSTILE}]}),
+            past("b", spec.replace(sharding="shard_grad_op"), loss_off=9.0),
+            Refusal({"workload": {"model": HOSTILE}}, HOSTILE)]  # fmt: skip
     file = write_report(tmp_path / "r.html", runs, title=HOSTILE, names=["<i>1</i>", HOSTILE, "3"])
     page = Reader(file.read_text(encoding="utf-8"))
     assert not {"img", "b"} & set(page.tags) and page.loads == []
@@ -137,9 +133,8 @@ def test_curves_of_long_runs_are_bounded_and_say_so():
     charts = {c.name: c for c in curves([Course.of(0, row, run)], "note")}
     source = next(r.data_source for r in charts["loss"].root.renderers if "value" in r.data_source.data)
     assert MOST_POINTS * 0.6 < len(source.data["value"]) <= MOST_POINTS
-    assert "Of long runs a point is the median of 3 steps." in charts["loss"].note and charts["loss"].note.endswith(
-        "note"
-    )
+    said = charts["loss"].note
+    assert "Of long runs a point is the median of 3 steps." in said and said.endswith("note")
 
 
 def test_curves_of_times_leave_out_what_medians_leave_out():

@@ -1,7 +1,5 @@
 """The what-if page without a browser: what is asked, what is answered, what is refused, and how soon."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 
@@ -51,8 +49,6 @@ def press(page: WhatIf, kind: str, **content: Any) -> None:
 
 
 # -- questions -------------------------------------------------------------------------------------------------------
-
-
 def test_every_field_of_a_strategy_can_be_asked_for():
     assert set(vars(Strategy())) - {"engine"} <= set(FIELDS)  # of an engine of one's own nothing can be predicted
     assert {"model", "seq_len", "micro_batch", "accumulate", "optimizer", "optimizer_args", "world_size"} <= set(FIELDS)
@@ -91,8 +87,6 @@ def test_the_curve_is_of_whole_hosts_whatever_part_of_one_is_asked_for():
 
 
 # -- the page --------------------------------------------------------------------------------------------------------
-
-
 def test_a_choice_is_answered_with_its_figures_and_its_curve(page):
     page.choose(world_size=64, micro_batch=8)
     plan, state = page.answer.plan, page.state

@@ -1,7 +1,5 @@
 """The errors for refused values: `SpecError` for fields of a Spec, `ArgumentError` for other arguments, such as faults."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re
@@ -41,10 +39,8 @@ def test_a_notebook_shows_the_user_s_lines_and_the_sentence(capsys: pytest.Captu
         assert lines[:4] == ["Cell In[1], line 6", "----> mine()", "Cell In[1], line 4",
                              "----> Spec().replace(sharding='fullshard')"]  # fmt: skip
         assert lines[4].startswith("SpecError: strategy.sharding: ") and len(lines) == 5
-        assert (
-            "dataclasses.py" in shown(shell, capsys, "%tb verbose")
-            and len(shown(shell, capsys, "%tb").splitlines()) == 5
-        )
+        assert ("dataclasses.py" in shown(shell, capsys, "%tb verbose")
+                and len(shown(shell, capsys, "%tb").splitlines()) == 5)  # fmt: skip
         lines = shown(shell, capsys, f"from fsdp_lab import RankLost\nraise {LOST}").splitlines()
         assert lines[1] == f"----> raise {LOST}" and lines[2].startswith("RankLost: rank 1 is gone") and len(lines) == 3
     finally:

@@ -1,7 +1,5 @@
 """StepEvent and PhaseSnapshot: both ways through JSON, and what they derive."""
 
-from __future__ import annotations
-
 import json
 
 from fsdp_lab.base.events import (

@@ -1,7 +1,5 @@
 """Specs of any values: each is refused with a field, a reason and a way out before anything starts, or it trains."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random

@@ -1,7 +1,5 @@
 """Who is missing, from beats with known answers; and limits that are refused."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any
@@ -13,9 +11,8 @@ from fsdp_lab.base.hang import Hang, Heartbeat, Issued, LongWork, diagnose, limi
 
 
 def issued(ordinal: int, kind: str = "all_gather", unit: str = "h.3", group: str = "world", **more: Any) -> Issued:
-    return Issued(
-        **{"sequence": ordinal, "kind": kind, "group": group, "size": 4, "ordinal": ordinal, "unit": unit, **more}
-    )
+    of = {"sequence": ordinal, "kind": kind, "group": group, "size": 4, "ordinal": ordinal, "unit": unit}
+    return Issued(**{**of, **more})
 
 
 def beat(rank: int, pending: Issued | None = None, waited_s: float = 9.0, **more: Any) -> Heartbeat:
@@ -71,11 +68,9 @@ def test_the_root_is_found_through_other_groups():
     """Rank 3 is away. Rank 2 waits for it in their shard group, and so misses the replicas' reduce that 0 waits in."""
     shard = issued(7, "reduce_scatter", "h.1", "shard", size=2)
     replicas = issued(3, "all_reduce", "h.1", "replicas", size=2)
-    hang = diagnosed(
-        beat(0, replicas, 9, peers=(0, 2), counts={"replicas": 4}),
-        beat(2, shard, 8, peers=(2, 3), counts={"replicas": 3, "shard": 8}),
-        beat(3, counts={"replicas": 3, "shard": 7}),
-    )
+    hang = diagnosed(beat(0, replicas, 9, peers=(0, 2), counts={"replicas": 4}),
+                     beat(2, shard, 8, peers=(2, 3), counts={"replicas": 3, "shard": 8}),
+                     beat(3, counts={"replicas": 3, "shard": 7}))  # fmt: skip
     assert hang.ranks == (3,) and hang.collective == shard and hang.waiting == (2,)
 
 
@@ -98,16 +93,11 @@ def test_ranks_that_wait_for_each_other_are_told_so_and_none_is_absent():
 @pytest.mark.parametrize("other", [issued(15, unit="h.4"), issued(15, "all_reduce"), issued(15, payload_bytes=8)])
 def test_ranks_that_issued_something_else_are_told_from_the_first_difference_on(other: Issued):
     same, now = [issued(13), issued(14)], issued(16)
-    hang = diagnosed(
-        beat(0, now, recent=(*same, issued(15), now)),
-        beat(1, now, 8, recent=(*same, other, now)),
-        beat(2, now, 7, recent=(*same, issued(15), now)),
-    )
+    hang = diagnosed(beat(0, now, recent=(*same, issued(15), now)), beat(1, now, 8, recent=(*same, other, now)),
+                     beat(2, now, 7, recent=(*same, issued(15), now)))  # fmt: skip
     assert hang.ranks == (1,) and hang.absent == () and set(hang.stacks) == {0, 1}
-    assert (
-        "disagree about a collective of group world: ranks 0 and 2 issued all_gather of unit h.3 and rank 1"
-        in hang.sentence
-    )
+    assert ("disagree about a collective of group world: ranks 0 and 2 issued all_gather of unit h.3 and rank 1"
+            in hang.sentence)  # fmt: skip
 
 
 def test_what_is_waited_for_a_rank_at_long_work_does_not_count():
@@ -129,9 +119,8 @@ def test_long_work_excuses_no_rank_of_another_group_and_none_that_is_stopped():
 
 
 def test_a_rank_that_works_longer_than_that_work_may_take_is_named_with_it():
-    hang = diagnosed(
-        beat(0, issued(16), 1000.0, peers=(0, 1)), beat(1, work=LongWork.DRAW.text, since_work_s=5.1), limit_s=5.0
-    )
+    draws = beat(1, work=LongWork.DRAW.text, since_work_s=5.1)
+    hang = diagnosed(beat(0, issued(16), 1000.0, peers=(0, 1)), draws, limit_s=5.0)
     assert hang.absent == (1,) and "is an earlier all_gather of unit h.3, and it draws initial values" in hang.sentence
     assert beat(1, work="compiles").silent_s > 100 * beat(1).silent_s, "native code may hold the interpreter meanwhile"
 
@@ -146,9 +135,8 @@ def test_payloads_may_differ_where_they_may():
 def test_of_many_ranks_a_few_are_written_out():
     peers = tuple(range(64))
     hang = diagnosed(beat(0, issued(16), peers=peers), *(beat(r) for r in range(1, 64)))
-    assert (
-        hang.ranks == peers[1:] and "ranks 1, 2, 3 and 60 more did not join" in hang.sentence and len(hang.stacks) == 3
-    )
+    assert hang.ranks == peers[1:] and len(hang.stacks) == 3
+    assert "ranks 1, 2, 3 and 60 more did not join" in hang.sentence
 
 
 @pytest.mark.parametrize("hang_s", [0, -1, math.nan, math.inf, "3", True, 60, 61.5])

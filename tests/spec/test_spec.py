@@ -1,7 +1,5 @@
 """Spec: what it takes, what it refuses and how it says so, JSON both ways."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import pickle
@@ -20,9 +18,8 @@ from fsdp_lab.spec.workload import Workload
 
 dtypes = st.sampled_from(vocabulary.DTYPES)
 roles = {"param": dtypes, "reduce": dtypes, **dict.fromkeys(("output", "buffer", "norm"), st.none() | dtypes)}
-precisions = st.sampled_from(sorted(PRECISIONS)) | st.builds(
-    Precision, keep_low_precision_gradients=st.booleans(), **roles
-)
+roles["keep_low_precision_gradients"] = st.booleans()
+precisions = st.sampled_from(sorted(PRECISIONS)) | st.builds(Precision, **roles)
 # Values that fields take, alone or beside others.
 GOOD: dict[str, list[Any]] = {
     "backend": [*vocabulary.BACKENDS], "sharding": [*vocabulary.SHARDINGS], "precision": [*PRECISIONS],
@@ -46,13 +43,9 @@ drawable = {name: st.sampled_from(GOOD[name]) for name in Strategy.__dataclass_f
 drawable |= {"precision": precisions, **dict.fromkeys(("shard_size", "reshard_size"), st.none() | st.integers(1, 8))}
 drawable |= {"backward_prefetch_point": st.sampled_from(vocabulary.PREFETCH_POINTS), "compile": st.booleans()}
 strategies = st.builds(Strategy, **drawable)
-workloads = st.builds(
-    Workload,
-    optimizer=st.sampled_from(OPTIMIZERS),
-    accumulate=st.integers(1, 4),
-    clip_norm=st.none() | st.just(1.0),
-    optimizer_args=st.fixed_dictionaries({}, optional={"fused": st.booleans()}),
-)
+workloads = st.builds(Workload, optimizer=st.sampled_from(OPTIMIZERS), accumulate=st.integers(1, 4),
+                      clip_norm=st.none() | st.just(1.0),
+                      optimizer_args=st.fixed_dictionaries({}, optional={"fused": st.booleans()}))  # fmt: skip
 
 
 def drawn(workload: Workload, strategy: Strategy, world_size: int) -> Spec | SpecError:
@@ -255,8 +248,6 @@ def test_a_word_is_read_as_people_write_numbers_and_lists(field: str, word: str,
 
 
 # -- the learning rate over steps --------------------------------------------------------------------------------------
-
-
 def factors(steps: int, **given: Any) -> list[float]:
     return [LrSchedule(**given).factor(step) for step in range(steps)]
 
@@ -300,25 +291,15 @@ def test_a_spec_without_a_schedule_keeps_its_id() -> None:
 
 
 # -- a Spec as text ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "text"),
-    [
-        ("offload", "all", "offload all"),
-        ("sync", 2, "sync every 2"),
-        ("compile", True, "compile"),
-        ("compile", False, "no compile"),
-        ("link", None, "real link"),
-        ("forward_prefetch", None, "forward prefetch auto"),
-        ("forward_prefetch", 0, "forward prefetch 0"),
-        ("precision", {"param": "bf16", "reduce": "fp32"}, "bf16/fp32"),
-        ("model", {"code": "build", "source": "", "digest": "0", "missing": []}, "build"),
-        ("loss", "package.module:loss", "loss package.module:loss"),
-        ("optimizer_args", {"fused": True, "betas": [0.9, 0.95]}, "fused betas=[0.9, 0.95]"),
-        ("devices", ["cuda:0", "cuda:1"], "devices cuda:0, cuda:1"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "text"), [
+    ("offload", "all", "offload all"), ("sync", 2, "sync every 2"), ("compile", True, "compile"),
+    ("compile", False, "no compile"), ("link", None, "real link"), ("forward_prefetch", None, "forward prefetch auto"),
+    ("forward_prefetch", 0, "forward prefetch 0"), ("precision", {"param": "bf16", "reduce": "fp32"}, "bf16/fp32"),
+    ("model", {"code": "build", "source": "", "digest": "0", "missing": []}, "build"),
+    ("loss", "package.module:loss", "loss package.module:loss"),
+    ("optimizer_args", {"fused": True, "betas": [0.9, 0.95]}, "fused betas=[0.9, 0.95]"),
+    ("devices", ["cuda:0", "cuda:1"], "devices cuda:0, cuda:1"),
+])  # fmt: skip
 def test_a_field_as_text(name: str, value: object, text: str):
     assert describe_field(name, value) == text
 
@@ -327,9 +308,8 @@ def test_fields_that_are_off_are_left_out_unless_all_are():
     flat = Spec().replace(offload="all").flat()
     assert describe_fields(flat, ("compile", "offload", "clip_norm")) == "offload all"
     assert describe_fields(flat, ("compile", "clip_norm")) == "no compile no clip norm"
-    assert describe_fields({**flat, "forward_prefetch": 0}, ("offload", "forward_prefetch")) == (
-        "offload all forward prefetch 0"
-    )
+    told = describe_fields({**flat, "forward_prefetch": 0}, ("offload", "forward_prefetch"))
+    assert told == "offload all forward prefetch 0"
 
 
 def test_changes_as_text():
@@ -347,19 +327,11 @@ def test_a_dict_that_is_no_spec_has_all_fields():
 
 
 # -- an emulated link --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "spelt", "bytes_per_s", "latency_s"),
-    [
-        ("0.25 GB/s", "0.25 GB/s", 0.25e9, 0.0),
-        ("  250MB/s ", "250 MB/s", 0.25e9, 0.0),
-        ("0.25GB/s,50us", "0.25 GB/s, 50 us", 0.25e9, 50e-6),
-        ("0.25 GB/s, 0.05 µs", "0.25 GB/s, 0.05 us", 0.25e9, 0.05e-6),
-        ("NVLink of A100", "nvlink of a100", 300e9, 0.0),
-        ("pcie4 of t4, 1 ms", "pcie4 of t4, 1 ms", 31.5e9, 1e-3),
-    ],
-)
+@pytest.mark.parametrize(("text", "spelt", "bytes_per_s", "latency_s"), [
+    ("0.25 GB/s", "0.25 GB/s", 0.25e9, 0.0), ("  250MB/s ", "250 MB/s", 0.25e9, 0.0),
+    ("0.25GB/s,50us", "0.25 GB/s, 50 us", 0.25e9, 50e-6), ("0.25 GB/s, 0.05 µs", "0.25 GB/s, 0.05 us", 0.25e9, 0.05e-6),
+    ("NVLink of A100", "nvlink of a100", 300e9, 0.0), ("pcie4 of t4, 1 ms", "pcie4 of t4, 1 ms", 31.5e9, 1e-3),
+])  # fmt: skip
 def test_a_link_as_it_is_asked_for(text: str, spelt: str, bytes_per_s: float, latency_s: float) -> None:
     asked = LinkSpec.parse(text)
     assert asked.text == spelt and LinkSpec.parse(spelt) == asked

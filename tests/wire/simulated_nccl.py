@@ -10,8 +10,7 @@ dispatch mode sees to that. A work holds its tensors, and its failure is reporte
 
 Floats of 32 bits and fewer are "on the device"; other tensors, such as the lab's votes, are the host's and go over Gloo.
 
-`simulated(place, function, ...)` is for `pool.run`: it calls the function in a rank whose NCCL is simulated.
-"""
+`simulated(place, function, ...)` is for `pool.run`: it calls the function in a rank whose NCCL is simulated."""
 
 from __future__ import annotations
 
@@ -44,10 +43,8 @@ class Gate:
     """Opened once. `wait` blocks in `pthread_cond_wait`, which no signal ends."""
 
     def __init__(self) -> None:
-        self._mutex, self._condition = (
-            ctypes.create_string_buffer(64),
-            ctypes.create_string_buffer(64),
-        )  # all zero: ready
+        # all zero: ready
+        self._mutex, self._condition = (ctypes.create_string_buffer(64), ctypes.create_string_buffer(64))
         self.is_open, self.opened_s = False, 0.0
 
     def open(self) -> None:

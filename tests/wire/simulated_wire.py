@@ -2,8 +2,6 @@
 them; or for ranks that share a GPU, staged through the host, or in memory that ranks share. Gloo carries the bytes of the
 first two."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -150,10 +148,8 @@ def wire_on_device(place: Place, over: str) -> Iterator[WireOnDevice]:
     nccl = NcclOnDevice() if over == Over.NCCL else None
     memory = ExportedMemory() if over == Over.GPU else None
     place.context.shared_memory = over == Over.GPU
-    with (
-        patch.object(rendezvous, "nccl_of", lambda info: nccl),
-        patch.object(rendezvous, "device_memory_of", lambda info: memory),
-    ):
+    with (patch.object(rendezvous, "nccl_of", lambda info: nccl),
+          patch.object(rendezvous, "device_memory_of", lambda info: memory)):  # fmt: skip
         world = open_groups(place.info, place.store, place.context, 0)
     try:
         yield WireOnDevice(place, world, over)

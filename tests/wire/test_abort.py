@@ -1,7 +1,5 @@
 """What an abort leaves behind: operations that Gloo may still begin, whose memory must not be freed under them."""
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
 
@@ -20,9 +18,8 @@ def _given_up(place: Place) -> None:
     if place.rank == 1:
         place.store.wait(["looked"], timedelta(seconds=20))
         return  # and has never joined what rank 0 issued
-    held = [
-        (torch.zeros(2 * 64), torch.zeros(64)) for _ in range(4)
-    ]  # more than Gloo has threads: some wait in its queue
+    # more than Gloo has threads: some wait in its queue
+    held = [(torch.zeros(2 * 64), torch.zeros(64)) for _ in range(4)]
     for gathered, shard in held:
         world.all_gather_single(gathered, shard)
     context.abort("given up")

@@ -1,7 +1,5 @@
 """Each collective over the wire, in each order of reduction, against what it should give."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import time
@@ -140,16 +138,10 @@ def test_every_kind_arrives_and_is_counted(over: Run) -> None:
         assert totals["control"] == (1, 2 * 16 * 2 // 3, True)
         assert totals["barrier"][1] == 0
         assert sequence == sum(calls for calls, _, _ in totals.values()) - 1
-        assert got == {
-            "gathered": [0.0] * 3 + [1.0] * 3 + [2.0] * 3,
-            "listed": [0.0, 0.0, 1.0, 1.0, 2.0, 2.0],
-            "told": [1.0] * 4,
-            "swapped": [10.0 * s + r for s in range(3)],
-            "objects": [{"rank": s} for s in range(3)],
-            "biggest": 2.0,
-            "ones": [3.0, 3.0],
-            "together": [6.0, 9.0],
-        }
+        assert got == {"gathered": [0.0] * 3 + [1.0] * 3 + [2.0] * 3, "listed": [0.0, 0.0, 1.0, 1.0, 2.0, 2.0],
+                       "told": [1.0] * 4, "swapped": [10.0 * s + r for s in range(3)],
+                       "objects": [{"rank": s} for s in range(3)], "biggest": 2.0, "ones": [3.0, 3.0],
+                       "together": [6.0, 9.0]}  # fmt: skip
 
 
 def _passes_on(place: Place, late_s: float) -> list[float]:
@@ -186,10 +178,8 @@ def _exchanged(place: Place, n: int, ring: bool, piece_bytes: int) -> list[torch
 @pytest.mark.parametrize(("ranks", "n"), [(2, 1), (2, 256), (3, 255), (4, 1000)])
 def test_between_hosts_all_bits_are_the_same(pool: Pool, ranks: int, n: int) -> None:
     """In a ring or not, whole or in pieces of 1,000 bytes, of which the last is smaller."""
-    inside, *others = (
-        pool.run(_exchanged, ranks, n, ring, piece_bytes, reduction="rank_ordered")
-        for ring, piece_bytes in itertools.product((False, True), (0, 1000))
-    )
+    inside, *others = (pool.run(_exchanged, ranks, n, ring, piece_bytes, reduction="rank_ordered")
+                       for ring, piece_bytes in itertools.product((False, True), (0, 1000)))  # fmt: skip
     for other in others:
         for one, two in zip(inside, other, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))

@@ -1,7 +1,5 @@
 """Exposed communication: known answers of the definition."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

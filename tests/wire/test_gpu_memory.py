@@ -1,7 +1,5 @@
 """Memory of a GPU that ranks share, on a simulated one: what is used again, what grows, and what happens where it fails."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

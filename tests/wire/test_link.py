@@ -1,7 +1,5 @@
 """The emulated link: times follow the formula, bits stay, an abort frees at once."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time
@@ -75,11 +73,9 @@ def _issue(place: Place, kind: str, payload_bytes: int) -> Callable[[], Any]:
     whole = torch.ones(payload_bytes // 4)
     part = torch.ones(whole.numel() // place.world_size)
     world = place.world
-    return {
-        "all_gather": lambda: world.all_gather_single(whole, part),
-        "reduce_scatter": lambda: world.reduce_scatter_single(part, whole),
-        "all_reduce": lambda: world.allreduce([whole]),
-    }[kind]
+    return {"all_gather": lambda: world.all_gather_single(whole, part),
+            "reduce_scatter": lambda: world.reduce_scatter_single(part, whole),
+            "all_reduce": lambda: world.allreduce([whole])}[kind]  # fmt: skip
 
 
 def _start_together(place: Place) -> None:

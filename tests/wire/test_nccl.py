@@ -1,7 +1,5 @@
 """The wire over a simulated NCCL: what waits for what, what is held, how long a collective took, how groups are closed."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

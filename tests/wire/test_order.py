@@ -1,8 +1,6 @@
 """The wire on a simulated device (simulated_wire.py): every wait that it needs is there, each is needed, and memory lives
 long enough. What a step asks of a device is in tests/engine/test_streams.py."""
 
-from __future__ import annotations
-
 import enum
 import itertools
 from collections.abc import Callable
@@ -111,10 +109,8 @@ class Case:
 
 NATIVE, ORDERED = ReductionOrder.NATIVE, ReductionOrder.RANK_ORDERED
 # Every operation in every way; those that sum in rank order too, in two of the ways.
-CASES = [
-    *(Case(operation, how, NATIVE) for operation, how in itertools.product(OPERATIONS, How)),
-    *(Case(o, how, ORDERED) for o in OPERATIONS if "reduce" in o for how in (How.TWICE, How.LANE_FUTURE)),
-]
+CASES = [*(Case(operation, how, NATIVE) for operation, how in itertools.product(OPERATIONS, How)),
+         *(Case(o, how, ORDERED) for o in OPERATIONS if "reduce" in o for how in (How.TWICE, How.LANE_FUTURE))]  # fmt: skip
 
 
 def _given(operation: Operation, rank: int, turn: int) -> list[Tensor]:

@@ -1,7 +1,5 @@
 """Tensors in a rank's arena: how long their memory is theirs, and who is given it next."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Groups over shared memory: what they give whatever the order of waits, how a wait ends, and what is left afterwards.
 That each collective gives what it gives over Gloo is in test_collectives.py."""
 
-from __future__ import annotations
-
 import os
 import random
 import threading
@@ -298,18 +296,14 @@ def test_the_end_of_a_collective_is_when_it_is_read(pool: Pool) -> None:
 
 
 # -- who uses it -----------------------------------------------------------------------------------------------------
-
-
 def _no_memory(*_: Any, **__: Any) -> Any:
     raise OSError(12, "Cannot allocate memory")
 
 
-FAULTS = {
-    "another host": (channels, "host_id", lambda: "elsewhere", "its ranks are on several hosts"),
-    "no file": (shared, "memory_file", _no_memory, "Cannot allocate memory"),
-    "no mapping": (shared, "MappedFile", _no_memory, "rank 1 could not map the memory of the others"),
-    "another user": (os, "geteuid", lambda: 12345, "its ranks are of several users"),
-}
+FAULTS = {"another host": (channels, "host_id", lambda: "elsewhere", "its ranks are on several hosts"),
+          "no file": (shared, "memory_file", _no_memory, "Cannot allocate memory"),
+          "no mapping": (shared, "MappedFile", _no_memory, "rank 1 could not map the memory of the others"),
+          "another user": (os, "geteuid", lambda: 12345, "its ranks are of several users")}  # fmt: skip
 
 
 def _opened(place: Place, fault: str) -> tuple[list[str], bool]:
@@ -356,8 +350,6 @@ def _internet_sockets() -> set[str]:
 
 
 # -- the arena -------------------------------------------------------------------------------------------------------
-
-
 def test_size_classes_waste_at_most_an_eighth() -> None:
     for nbytes in [*range(1, 3000), *(n + d for n in (1 << 20, 3 << 20, 1 << 31) for d in (-1, 0, 1))]:
         size = class_bytes(nbytes)

@@ -1,7 +1,5 @@
 """Scripts that save, and scripts that go on from what was saved, maybe by another engine on other numbers of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -111,13 +109,10 @@ def _save_meanwhile(model: Any, optimizer: torch.optim.Optimizer, folder: Path) 
 
 
 FORMATS: Mapping[str, Format] = {
-    "sharded": Format(_save_sharded, _load_sharded),
-    "plain": Format(_save_plain, _load_plain),
-    "whole": Format(_save_whole, _load_whole),
-    "whole everywhere": Format(_save_whole, _load_whole_everywhere),
-    "by rank": Format(_save_own, _load_own),
-    "meanwhile": Format(_save_meanwhile, _load_sharded),
-}
+    "sharded": Format(_save_sharded, _load_sharded), "plain": Format(_save_plain, _load_plain),
+    "whole": Format(_save_whole, _load_whole), "whole everywhere": Format(_save_whole, _load_whole_everywhere),
+    "by rank": Format(_save_own, _load_own), "meanwhile": Format(_save_meanwhile, _load_sharded),
+}  # fmt: skip
 
 
 def _model(e: Engine) -> tuple[Any, torch.optim.Optimizer]:

@@ -15,10 +15,7 @@ absolute values. Scripts compute in float64 (u = 1.1e-16) with n <= 512 and S <=
 d = 1.2e-13. Adam moves a parameter by lr g / (|g| + eps), which changes by lr d / eps at most; with lr <= 1e-2, eps >= 1e-8
 and at most 8 steps that sums to 8 * 1e-2 * 1.2e-13 / 1e-8 = 9e-7. It is the worst of all optimizers here: for plain descent
 the factor 1 / eps is 1. Hence `BOUND` = 1e-6, where one step of lr 1e-2 moves a parameter by 1e-2. A script with a larger
-u (fp32 inside a model, bf16, fp16) uses plain descent, and has a bound of its own, by the same rule without 1 / eps.
-"""
-
-from __future__ import annotations
+u (fp32 inside a model, bf16, fp16) uses plain descent, and has a bound of its own, by the same rule without 1 / eps."""
 
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -189,12 +186,7 @@ class Run:
 Meter = Callable[[], AbstractContextManager[Callable[[], int]]]  # inside it, the peak so far in bytes
 
 
-def run(
-    scenario: Scenario,
-    kind: Kind,
-    meter: Meter | None = None,
-    **where: Any,
-) -> Run:
+def run(scenario: Scenario, kind: Kind, meter: Meter | None = None, **where: Any) -> Run:
     """A script under an engine, on this rank, always from the same seed."""
     usual = torch.get_default_dtype()
     torch.set_default_dtype(scenario.dtype)
@@ -255,13 +247,8 @@ def square(e: Engine, model: Any, i: int) -> Tensor:
     return out.to(torch.promote_types(out.dtype, torch.float32)).square().mean()
 
 
-def train(
-    e: Engine,
-    model: Any,
-    optimizer: torch.optim.Optimizer | None = None,
-    loss: Callable[[Engine, Any, int], Tensor] = square,
-    steps: int = 3,
-) -> None:
+def train(e: Engine, model: Any, optimizer: torch.optim.Optimizer | None = None,
+          loss: Callable[[Engine, Any, int], Tensor] = square, steps: int = 3) -> None:  # fmt: skip
     """The loop that scripts share of which something else is of interest; by AdamW where no optimizer is given."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
     for i in range(steps):

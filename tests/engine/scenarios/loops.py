@@ -1,7 +1,5 @@
 """Scripts that differ in their loop: several forwards, several models, accumulation, penalties, averages."""
 
-from __future__ import annotations
-
 import copy
 import io
 from contextlib import nullcontext
@@ -14,9 +12,8 @@ from torch import Tensor, nn
 from tests.engine.scenarios.engines import Engine, Kind, Scenario, inputs, net, square, step, train
 from tests.engine.toys import WIDTH, Net
 
+
 # -- several forwards before one backward ------------------------------------------------------------------------------
-
-
 def gan_of_modules(e: Engine) -> None:
     """A generator and a discriminator learn in turns. Both are cleared, the generator when its graph is there already."""
     g, d = Net(depth=2), Net(depth=2)
@@ -55,8 +52,7 @@ def penalty_on_real_data(e: Engine) -> None:
 def adaptive_weight(e: Engine) -> None:
     """The second of two losses weighs as much as the first, by their gradients at the last layer, as in VQGAN.
 
-    `torch.autograd.grad` of a parameter gives a rank's own gradient, which the script averages, as it must under DDP.
-    """
+    `torch.autograd.grad` of a parameter gives a rank's own gradient, which the script averages, as it must under DDP."""
 
     def loss(e: Engine, model: Any, i: int) -> Tensor:
         out = model(inputs(e, i))
@@ -82,8 +78,6 @@ def penalty_by_loss(e: Engine) -> None:
 
 
 # -- accumulation ------------------------------------------------------------------------------------------------------
-
-
 def every_second(e: Engine) -> None:
     """Five micro-batches a step; the second, the fourth and the last one communicate."""
     model = net(e)
@@ -100,8 +94,6 @@ def every_second(e: Engine) -> None:
 
 
 # -- what is not used, what is not a plain weight ----------------------------------------------------------------------
-
-
 class EarlyExit(Net):
     """Each depth has an exit; those that are not taken are not used."""
 
@@ -177,12 +169,8 @@ _FREED = {Kind.FSDP2: "torch raises in the second backward: a saved weight's sto
 _SHOWS_NONE = {Kind.FSDP2: "between forward and backward the root shows no gradients, so they are not cleared"}
 _OWN = {Kind.FSDP2: "each rank's shard gets that rank's own gradient of a whole tensor, not the mean"}
 SCENARIOS = (
-    Scenario(script=gan_of_modules, not_under=_SHOWS_NONE),
-    Scenario(script=penalty_on_real_data, not_under=_FREED),
-    Scenario(script=adaptive_weight),
-    Scenario(script=penalty_by_loss, not_under=_OWN),
-    Scenario(script=every_second, ranks=4),
-    Scenario(script=early_exit, quick=True),
-    Scenario(script=moving_average),
+    Scenario(script=gan_of_modules, not_under=_SHOWS_NONE), Scenario(script=penalty_on_real_data, not_under=_FREED),
+    Scenario(script=adaptive_weight), Scenario(script=penalty_by_loss, not_under=_OWN),
+    Scenario(script=every_second, ranks=4), Scenario(script=early_exit, quick=True), Scenario(script=moving_average),
     Scenario(script=anchored),
-)
+)  # fmt: skip

@@ -1,9 +1,6 @@
 """The peak of what a script's tensors hold on this rank, by torch's profiler: every allocation, nothing sampled.
 
-A tensor that a thread of Gloo's releases last is freed unseen. Its bytes count until another takes its address.
-"""
-
-from __future__ import annotations
+A tensor that a thread of Gloo's releases last is freed unseen. Its bytes count until another takes its address."""
 
 import os
 import time

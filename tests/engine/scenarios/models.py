@@ -1,7 +1,5 @@
 """Scripts that differ in their model: what is frozen, uneven, cast, or written by others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -30,8 +28,6 @@ def parametrized_weights(e: Engine) -> None:
 
 
 # -- what is trained ---------------------------------------------------------------------------------------------------
-
-
 def gradual_unfreezing(e: Engine) -> None:
     """Only the head learns at first; then block after block from the last one, each with a group of its own. In the end the
     head is frozen, although the optimizer has it."""
@@ -51,8 +47,6 @@ def gradual_unfreezing(e: Engine) -> None:
 
 
 # -- initialisation and precision --------------------------------------------------------------------------------------
-
-
 def _reset(module: nn.Module) -> None:
     """Values that do not depend on how a tensor is cut."""
     if isinstance(module, nn.Linear):
@@ -91,7 +85,6 @@ def autocast_around_a_step(e: Engine) -> None:
 
 
 # -- models of others --------------------------------------------------------------------------------------------------
-
 _SMALL = {"vocab_size": 31, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "use_cache": False}
 _LLAMA = {**_SMALL, "hidden_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
           "intermediate_size": 29, "max_position_embeddings": 16}  # fmt: skip
@@ -150,10 +143,7 @@ _BF16_BOUND = 10 * 2.0**-8
 _FP32_INSIDE = 1e-5
 _LATE = {Kind.FSDP2: "it loses gradients that come late"}
 SCENARIOS = (
-    Scenario(script=parametrized_weights),
-    Scenario(script=gradual_unfreezing, quick=True),
-    Scenario(script=meta_init),
+    Scenario(script=parametrized_weights), Scenario(script=gradual_unfreezing, quick=True), Scenario(script=meta_init),
     Scenario(script=autocast_around_a_step, quick=True, dtype=torch.float32, bound=_BF16_BOUND, not_under=_LATE),
-    Scenario(script=unequal_lengths, bound=_FP32_INSIDE),
-    Scenario(script=peft_lora, bound=_FP32_INSIDE),
-)
+    Scenario(script=unequal_lengths, bound=_FP32_INSIDE), Scenario(script=peft_lora, bound=_FP32_INSIDE),
+)  # fmt: skip

@@ -1,7 +1,5 @@
 """Scripts that differ in what is done with gradients: optimizers, groups, schedules, clipping, scaling, logging."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
@@ -180,15 +178,9 @@ def optimizer_in_backward(e: Engine) -> None:
 _FP16_BOUND = 10 * 2.0**-11
 _NO_POWER = {Kind.FSDP2: "torch raises: an in-place power of a partial norm of a DTensor"}
 _NOT_FLAT = {Kind.FSDP2: "torch raises: it cannot flatten a tensor that is cut unevenly"}
-SCENARIOS = (
-    Scenario(script=foreach),
-    Scenario(script=adafactor, bits=False, not_under=_NO_POWER),
-    Scenario(script=groups_with_schedule),
-    Scenario(script=line_search, bits=False, not_under=_NOT_FLAT),
-    Scenario(script=clipping_by_norm, quick=True, bits=False),
-    Scenario(script=clipping_by_value),
-    Scenario(script=gradients_kept),
-    Scenario(script=temperature, bits=False),
-    Scenario(script=grad_scaler, dtype=torch.float32, bits=False, bound=_FP16_BOUND),
-    Scenario(script=optimizer_in_backward),
-)
+SCENARIOS = (Scenario(script=foreach), Scenario(script=adafactor, bits=False, not_under=_NO_POWER),
+             Scenario(script=groups_with_schedule), Scenario(script=line_search, bits=False, not_under=_NOT_FLAT),
+             Scenario(script=clipping_by_norm, quick=True, bits=False), Scenario(script=clipping_by_value),
+             Scenario(script=gradients_kept), Scenario(script=temperature, bits=False),
+             Scenario(script=grad_scaler, dtype=torch.float32, bits=False, bound=_FP16_BOUND),
+             Scenario(script=optimizer_in_backward))  # fmt: skip

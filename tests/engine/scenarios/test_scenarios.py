@@ -1,7 +1,5 @@
 """One scenario, three engines: losses and parameters are equal."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,22 +52,15 @@ def test_every_engine_has_the_numbers_of_one_process(pool: Pool, name: str) -> N
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
 def _of_checkpoints(place: Place, script: Any, kind: Kind, folder: Path) -> Run:
     return run(Scenario(script=script), kind, rank=place.rank, world_size=place.world_size, folder=folder)
 
 
 # The format, who writes, on how many ranks, and who reads.
-SAVED = [
-    ("sharded", (Kind.OURS, 2), (Kind.OURS, 4)),
-    ("sharded", (Kind.FSDP2, 4), (Kind.OURS, 2)),
-    ("plain", (Kind.OURS, 2), (Kind.FSDP2, 2)),
-    ("whole", (Kind.OURS, 4), (Kind.ONE, 1)),
-    ("whole everywhere", (Kind.ONE, 1), (Kind.OURS, 2)),
-    ("by rank", (Kind.OURS, 2), (Kind.OURS, 2)),
-    ("meanwhile", (Kind.OURS, 2), (Kind.FSDP2, 2)),
-]
+SAVED = [("sharded", (Kind.OURS, 2), (Kind.OURS, 4)), ("sharded", (Kind.FSDP2, 4), (Kind.OURS, 2)),
+         ("plain", (Kind.OURS, 2), (Kind.FSDP2, 2)), ("whole", (Kind.OURS, 4), (Kind.ONE, 1)),
+         ("whole everywhere", (Kind.ONE, 1), (Kind.OURS, 2)), ("by rank", (Kind.OURS, 2), (Kind.OURS, 2)),
+         ("meanwhile", (Kind.OURS, 2), (Kind.FSDP2, 2))]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """`python -m tests.planner.research validate [--json]`: predicts published measurements."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

@@ -8,8 +8,7 @@ fitted to a single row or source.
 `fit_errors`: the uncertainties and quantiles of `fsdp_lab.planner.bands`, from rows predicted without their own source;
 `coverage`: how many rows of each source lie in a band that was made without it. Sizes are chosen from `GRID`, one kind after
 the other, for the least interval score of the 80 % band (Gneiting and Raftery, 2007, section 6.2: its width, and ten times
-the distance of each row outside). A source of n rows weighs as sqrt(n), since its rows err together.
-"""
+the distance of each row outside). A source of n rows weighs as sqrt(n), since its rows err together."""
 
 from __future__ import annotations
 
@@ -44,10 +43,8 @@ SHARES = ("matrix",)  # at most 1
 OUTLIER = 0.1
 PRIOR = 0.02  # a weak pull towards START, for parameters on which no row depends
 ROUNDS, CHORDS = 9, 3  # Gauss-Newton steps; how many share a Jacobian
-FOLD_ROUNDS, CONVERGED = (
-    12,
-    2e-3,
-)  # if a fold is left out: most steps from the solution of all rows; the last one's size
+# if a fold is left out: most steps from the solution of all rows; the last one's size
+FOLD_ROUNDS, CONVERGED = 12, 2e-3
 
 
 def fit_rates(cases: Sequence[PublishedCase]) -> Rates:
@@ -136,7 +133,6 @@ _START = _logarithms(START)
 
 
 # -- uncertainties ---------------------------------------------------------------------------------------------------
-
 GRID = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8)
 # Kinds that hardly change what the rows measure, and so are not chosen: their uncertainty is known from elsewhere.
 GIVEN = (RateKind.HOST, RateKind.EAGER)
@@ -277,8 +273,6 @@ def _score(rows: Responses, errors: TimeErrors) -> float:
 
 
 # -- coverage --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class SourceCoverage:
     """Rows of a source that lie in bands made without it; `width`: mean ln(high / low) of the 80 % band."""

@@ -4,8 +4,6 @@ Sources: the models' published configurations (Llama 2, arXiv 2307.09288; Llama 
 T5, arXiv 1910.10683; MPT and others: their config.json), in `data/models.csv`. Sizes that a table gives take precedence.
 """
 
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Sequence

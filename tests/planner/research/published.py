@@ -1,10 +1,7 @@
 """Published measurements as cases to predict (`PublishedCase`). What a row does not give is assumed, and listed.
 
 The columns are those of `data/fsdp_measurements.csv`. A row is refused, with the reason, if it gives too little (no model
-shape, no number of GPUs) or is of another kind of parallelism.
-"""
-
-from __future__ import annotations
+shape, no number of GPUs) or is of another kind of parallelism."""
 
 import csv
 import math
@@ -205,13 +202,11 @@ def _model_of_sizes(reader: _Reader, layers: int, hidden: int, **others: Any) ->
 
 # (column, pattern, reason, hint) of rows that are not FSDP by itself, or of a dtype that no Spec has.
 _OUT, _IN_A_HOST = "leave the row out", "shards the optimizer's state inside a host, which no Spec does"
-_REFUSED = (
-    ("strategy", r"x ?TP|\+ ?TP|PP|CP\d", "is more than sharded data parallelism", _OUT),
-    ("strategy", r"over the \d+ ranks of a host", _IN_A_HOST, _OUT),
-    ("model", "(?i)lora", "trains adapters beside frozen weights", _OUT),
-    ("strategy", "(?i)offload", "copies over PCI Express, which is not calibrated", _OUT),
-    ("precision", "(?i)float8|fp8", "is not one of the lab's", "use bf16, fp16 or fp32"),
-)
+_REFUSED = (("strategy", r"x ?TP|\+ ?TP|PP|CP\d", "is more than sharded data parallelism", _OUT),
+            ("strategy", r"over the \d+ ranks of a host", _IN_A_HOST, _OUT),
+            ("model", "(?i)lora", "trains adapters beside frozen weights", _OUT),
+            ("strategy", "(?i)offload", "copies over PCI Express, which is not calibrated", _OUT),
+            ("precision", "(?i)float8|fp8", "is not one of the lab's", "use bf16, fp16 or fp32"))  # fmt: skip
 # By the strategy, where parameters and gradients may be whole and the optimizer's state sharded; and by the framework.
 _STATE = "(?i:zero-1|distributed optimizer)"
 _SHARDINGS = (
@@ -317,9 +312,8 @@ def _machine(reader: _Reader, ranks: int, per_host: int) -> Machine:
     text, memory, network_text = reader.text("gpu"), reader.number("gpu_mem_gb"), reader.text("interconnect")
     gpu = _first(_GPUS, text)
     if gpu is None:
-        raise ArgumentError(
-            "gpu", f"{text or 'nothing'!r} is not known", f"use one of {', '.join(n for _, n in _GPUS)}"
-        )
+        known = ", ".join(name for _, name in _GPUS)
+        raise ArgumentError("gpu", f"{text or 'nothing'!r} is not known", f"use one of {known}")
     if gpu == "a100-80" and memory is not None and memory < 60:
         gpu = "a100-40"
     elif gpu == "h100" and memory is not None and 90 <= memory <= 100:
@@ -339,8 +333,6 @@ def _machine(reader: _Reader, ranks: int, per_host: int) -> Machine:
 
 
 # -- what a row measured ---------------------------------------------------------------------------------------------
-
-
 def memory_kind(row: Row) -> str:
     """The kind of memory that a row counts, as of `peak_of_kind`. torchtitan reports reserved memory: the default."""
     kind = (row.get("peak_mem_kind") or "").lower()

@@ -1,7 +1,5 @@
 """Plans with the `Software` of published measurements, where the planner assumes today's."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any

@@ -8,10 +8,7 @@ model is compiled. Fused attention saves its inputs, its output and one number p
 its scores, of a Llama or a T5 in fp32, for which a T5 copies the scores; a GPT and a T5 are trained with dropout, whose mask
 and result are saved. A T5's biases by position, and their gradients, stay allocated for all of its blocks, in fp32, as the
 mask in them has the dtype of the shards. Logits and their gradient are copied to fp32 for the loss, unless the model is
-compiled.
-"""
-
-from __future__ import annotations
+compiled."""
 
 import itertools
 from collections.abc import Generator, Iterator, Sequence, Set
@@ -64,8 +61,7 @@ class Software:
     `holds_scores`: the peak includes the matrix of scores, although the step is as fast as with a fused kernel.
     `returns_cache`: a T5's decoder returns the keys and values of all its blocks (transformers' `use_cache`, on by default);
     they live until the forward ends.
-    `first_step`: the peak is that of the first step, whose update is the first to allocate the optimizer's state.
-    """
+    `first_step`: the peak is that of the first step, whose update is the first to allocate the optimizer's state."""
 
     attention: Attention = Attention.FLASH2
     operators: bool = False
@@ -247,8 +243,6 @@ def _extra(op: Operator) -> str:
 
 
 # -- operators -------------------------------------------------------------------------------------------------------
-
-
 class BlockOperators:
     """The operators of a block of `models`: gated if it has two products into its inner width,
     with two attentions if it has two products out of its heads. Iterable once."""
@@ -345,8 +339,6 @@ class BlockOperators:
 
 
 # -- the root --------------------------------------------------------------------------------------------------------
-
-
 def _root(shape: ModelShape, dtype: str, software: Software, compiled: bool) -> tuple[tuple[TapeChange, ...], ...]:
     """What the root does before the blocks and after them, in the forward and in the backward."""
     unit = shape.units[0]

@@ -1,8 +1,7 @@
 """Predictions against published measurements: `validate` of step times, `checks` of ratios, `memory_rows` of peak memory.
 
 `validate` is a cross-validation. Each fold leaves out one source; the largest source, llm-foundry, is split by GPU and model
-size. Errors are averaged over rows, and over sources first, so that two hundred rows of one source do not decide alone.
-"""
+size. Errors are averaged over rows, and over sources first, so that two hundred rows of one source do not decide alone."""
 
 from __future__ import annotations
 
@@ -115,8 +114,6 @@ def by_constant(cases: Sequence[PublishedCase]) -> list[Held]:
 
 
 # -- averages --------------------------------------------------------------------------------------------------------
-
-
 def mape(rows: Sequence[Held | MemoryRow]) -> float:
     """Mean absolute error relative to the measurement; NaN for no rows."""
     return sum(abs(row.error) for row in rows) / len(rows) if rows else float("nan")
@@ -261,8 +258,6 @@ def log_memory_errors(rows: Sequence[MemoryRow]) -> tuple[list[float], list[str]
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
-
-
 def lines(d: Mapping[str, Any], constant: Mapping[str, Mapping[str, float]]) -> list[str]:
     """`validate` as text. constant: its errors by source of a constant MFU."""
 
@@ -302,9 +297,8 @@ def lines(d: Mapping[str, Any], constant: Mapping[str, Mapping[str, float]]) -> 
 
 def memory_lines(rows: Sequence[MemoryRow]) -> list[str]:
     """Errors by kind and source, as text, with and without the rows that no Spec describes."""
-    text = [
-        f"Bands of memory, each made without its source: the 80 % band holds {memory_coverage(rows):.0%} of the rows."
-    ]
+    held = f"the 80 % band holds {memory_coverage(rows):.0%} of the rows."
+    text = [f"Bands of memory, each made without its source: {held}"]
     for kind in dict.fromkeys(row.kind for row in rows):
         of_kind = [row for row in rows if row.kind == kind]
         explained = [row for row in of_kind if row.is_explained]
