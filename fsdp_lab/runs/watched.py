@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
+from fsdp_lab.base.audit import AuditLog, Finding
 from fsdp_lab.base.errors import Cause
 from fsdp_lab.base.hang import LoopPlace, LoopRank, cause_in_loop
 from fsdp_lab.cluster import RankHung
@@ -31,6 +32,7 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
         self.started_unix_s = float(begin["started_unix_s"])
         self.ended_unix_s: float | None = None
         self.events = EventStore()
+        self._audit = AuditLog(self.spec.world_size)
         device = {name: begin[name] for name in ("device_name", "software")}
         self.environment: Mapping[str, Any] = fingerprint([device] * self.spec.world_size)
         self.notes: tuple[str, ...] = tuple(begin["notes"])
@@ -46,6 +48,7 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
         begin, end = message.get("begin"), message.get("end")
         if begin is not None:
             self.notes = tuple(dict.fromkeys([*self.notes, *begin["notes"]]))
+        self._audit.take(int(message["rank"]), message.get("audit", {}))
         self.events.add(message["events"], self.notes)
         if end is not None:
             self.notes = tuple(dict.fromkeys([*self.notes, *end["notes"]]))
@@ -77,6 +80,11 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
             self.state, self.reason, self.cause = _verdict(dict(sorted(self._ends.items())))
             self.ended_unix_s = time.time()
         self._end()
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:  # type: ignore[override]
+        """Of the audit, of all ranks; see `audit`."""
+        return tuple(self._audit.findings)
 
     @property
     def step(self) -> int:

@@ -34,6 +34,7 @@ from fsdp_lab.rank.abort import INTERRUPTED, first_line
 from fsdp_lab.rank.measure import StepMeter, StepReader, device_name, fidelity_notes, software
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset, compare_clocks
+from fsdp_lab.rank.watch.audit import UpdateAudit
 from fsdp_lab.rank.watch.found import FlopCount, can_count, find
 from fsdp_lab.wire import RankAborted, Wire, WireContext
 
@@ -114,6 +115,7 @@ class Watch:
         ledger_every: int | None = None,
         trace_every: int = TRACE_EVERY,
         hang_s: float | None = None,
+        audit: bool = True,
     ) -> None:
         for name, value in (("tokens", tokens), ("ledger_every", ledger_every), ("trace_every", trace_every)):
             if value is not None:
@@ -143,6 +145,7 @@ class Watch:
         self._clock = ClockOffset()
         self._guard = contextlib.ExitStack()
         self._ledger_due, self._skipped = True, 0
+        self._audits, self._audit, self._audit_ended = audit, None, ""
         for one in self._found.optimizers:
             self._check(one)
 
@@ -196,6 +199,7 @@ class Watch:
                 steps = f"{self._skipped} step{'s' * (self._skipped != 1)}"
                 where = f"on rank {self._host.info.rank}"
                 notes.append(f"{steps} without a backward and without optimizer.step() {where}: not recorded.")
+            notes += [self._audit_ended] if self._audit_ended else []
             end = {"state": state, "reason": reason, "notes": notes, "place": place, "steps": self._host.progress.steps}
             end["own"] = error is not None and not isinstance(error, RankAborted)
             end["generates"] = any(frame.name == "generate" for frame in frames)
@@ -212,6 +216,9 @@ class Watch:
             self._found.name_units(self._context)
         self._meter = StepMeter(self._found, self._context, self._info, offload=offload)
         self._loop = self._found.describe(host.info.world_size, self._title)
+        if self._audits and device.type != "meta":
+            with self._auditing():
+                self._audit = UpdateAudit(self._found, host.info.rank, host.info.world_size)
         self._install()
         device = self._info.device
         begin = {"loop": self._loop.to_dict(), "notes": list(self._notes()), "started_unix_s": time.time()}
@@ -225,6 +232,8 @@ class Watch:
             handle.remove()
         self._handles = []
         self._context.set_unit("")
+        if self._audit is not None:
+            self._audit.close()
 
     def _agree(self) -> str:
         """Rank 0's choice of a name for the run, eight hex digits; collective."""
@@ -250,8 +259,8 @@ class Watch:
         after: Any = torch.compiler.disable(self._after_forward)  # type: ignore[no-untyped-call]
         self._handles += [root.register_forward_pre_hook(before), root.register_forward_hook(after)]
         for optimizer in self._found.optimizers:
-            hook = optimizer.register_step_pre_hook(lambda one, *_: self._before_update(one))
-            self._handles.append(hook)
+            self._handles.append(optimizer.register_step_pre_hook(lambda one, *_: self._before_update(one)))
+            self._handles.append(optimizer.register_step_post_hook(lambda one, *_: self._after_update(one)))
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises ArgumentError for an optimizer of another model."""
@@ -290,6 +299,23 @@ class Watch:
             self._meter.before_update()
         if not optimizer.state:  # it is about to be made
             self._meter.forget_optimizer()
+        with self._auditing():
+            if self._audit is not None:
+                self._audit.before(optimizer)
+
+    def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
+        with self._auditing():
+            if self._given is not None and self._audit is not None:
+                self._audit.after(optimizer)
+
+    @contextmanager
+    def _auditing(self) -> Iterator[None]:
+        """An error of the audit ends the audit, and not the loop."""
+        try:
+            with torch.no_grad():
+                yield
+        except Exception as e:
+            self._audit, self._audit_ended = None, f"The audit ended by an error of its own: {type(e).__name__}: {e}"
 
     def _enter(self, given: _Given, part: str) -> None:
         """A step may have a part several times."""
@@ -326,6 +352,9 @@ class Watch:
         given = self._given = _Given(tokens=tokens if tokens is not None else self._tokens or 0)
         self._host.progress.steps += 1
         self._host.progress.place = LoopPlace.STEP
+        with self._auditing():
+            if self._audit is not None:
+                self._audit.begin_step(self.steps, active=not ledger)
         try:
             if traced and self._meter.runs_behind:
                 self._read_all(wait=True)
@@ -337,6 +366,9 @@ class Watch:
                     self._meter.after_update()
                 elif not self._found.optimizers:
                     self._meter.before_update()
+                with self._auditing():
+                    if self._audit is not None:
+                        self._audit.end_step(updated=given.updated, backward=given.backward)
             self._context.check()
             self._end(given, ledger=ledger)
             self._host.progress.place = LoopPlace.BETWEEN  # after a failure it stays where that was
@@ -393,6 +425,9 @@ class Watch:
         ended, self._ended = self._ended, []
         for one in ended:  # if one cannot be read, those before it still go out
             self._waiting.append(self._event(*one).to_dict())
+        with self._auditing():
+            if self._audit is not None:
+                self._audit.read()
         if time.perf_counter() - self._published_s >= PUBLISH_EVERY_S:
             self._publish({})
 
@@ -415,6 +450,8 @@ class Watch:
     def _publish(self, what: dict[str, Any]) -> None:
         events, self._waiting = self._waiting, []
         self._published_s = time.perf_counter()
+        if self._audit is not None and (report := self._audit.report()):
+            what = {**what, "audit": report}
         self._host.publish({"run": self.run, "rank": self._host.info.rank, "events": events, **what})
 
 

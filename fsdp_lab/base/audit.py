@@ -1,0 +1,155 @@
+"""`Finding`: what an audit of a loop's updates found, and its kinds. `AuditLog` joins what the ranks of a loop report.
+
+Note: what only all ranks know together. A watched loop sends nothing of its own, so a rank reports with its events checksums
+of the replicated parameters that it looked at, and the gradients that are zero in its own part. `AuditLog` compares.
+"""
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from fsdp_lab.base.formatting import Table, plural
+
+WAITING = 256  # steps whose checksums are kept until all ranks have reported theirs
+
+
+class AuditKind(enum.StrEnum):
+    STUCK = "stuck"
+    LOW_PRECISION = "update lost in rounding"
+    NO_GRADIENT = "no gradient"
+    ZERO_GRADIENT = "gradient is zero"
+    FROZEN_MOVED = "frozen, and moves"
+    NOT_IN_OPTIMIZER = "in no optimizer"
+    TWICE = "updated twice"
+    BESIDE_ADAPTERS = "trained beside adapters"
+    REPLICAS_DIFFER = "replicas differ"
+    SKIPPED = "updates skipped"
+
+    @property
+    def hint(self) -> str:
+        return _HINTS[self]
+
+
+_HINTS = {
+    AuditKind.STUCK: "look at its group's learning rate, and whether the optimizer holds this tensor or a copy",
+    AuditKind.LOW_PRECISION: "keep fp32 parameters and compute in the lower precision, by the mixed precision of the "
+    "wrapper or by autocast; or raise the learning rate",
+    AuditKind.NO_GRADIENT: "look for a detach, a no_grad or an unused output behind its module; or freeze it",
+    AuditKind.ZERO_GRADIENT: "look for a factor that is always zero behind it; or freeze it",
+    AuditKind.FROZEN_MOVED: "take it out of the optimizer, or set its gradient to None when it is frozen",
+    AuditKind.NOT_IN_OPTIMIZER: "give it to the optimizer, or freeze it",
+    AuditKind.TWICE: "give it to one optimizer, once",
+    AuditKind.BESIDE_ADAPTERS: "freeze it; it is not in what is saved of adapters",
+    AuditKind.REPLICAS_DIFFER: "average its gradients over the ranks, or wrap it together with the rest; "
+    "if the ranks are to differ, watch with audit=False",
+    AuditKind.SKIPPED: "look for gradients that are not finite; lower the scaler's init_scale, or use bf16",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """`parameter`: its name in the model; "" where it is none in particular. `step`: the one after which it was certain;
+    of replicas, the first in which they differ. `what`: is seen, in a sentence."""
+
+    kind: AuditKind
+    parameter: str
+    rank: int
+    step: int
+    what: str
+
+    @property
+    def sentence(self) -> str:
+        name = f"{self.parameter}: " if self.parameter else ""
+        return f"{name}{self.what} (rank {self.rank}, step {self.step}); {self.kind.hint}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> Self:
+        return cls(**{**d, "kind": AuditKind(d["kind"])})
+
+
+class Audit(Sequence[Finding]):
+    """The findings of a loop, in the order in which they came. As text, a row for each kind, and what to do about it."""
+
+    def __init__(self, findings: Sequence[Finding], about: str) -> None:
+        self._findings, self._about = tuple(findings), about
+
+    def __getitem__(self, i: Any) -> Any:
+        return self._findings[i]
+
+    def __len__(self) -> int:
+        return len(self._findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"findings": [finding.to_dict() for finding in self]}
+
+    def table(self) -> Table:
+        rows = []
+        for kind in AuditKind:
+            own = [f for f in self if f.kind is kind]
+            names = list(dict.fromkeys(f.parameter for f in own))
+            if own:
+                more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+                ranks = ", ".join(map(str, sorted({f.rank for f in own})))
+                cells = (kind.value, ", ".join(names[:2]) + more, ranks, str(min(f.step for f in own)), own[0].what)
+                rows.append(cells)
+        notes = tuple(f"{kind.value}: {kind.hint}" for kind in AuditKind if any(f.kind is kind for f in self))
+        columns = ("found", "parameters", "ranks", "step", "what")
+        caption = f"{self._about}: {plural(len(self), 'finding')}"
+        return Table(columns=columns, rows=tuple(rows), caption=caption, notes=notes, left=frozenset(columns))
+
+    def __repr__(self) -> str:
+        return repr(self.table()) if self else f"{self._about}: nothing found"
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+
+class AuditLog:
+    """`take` what each rank reports; `findings`: of all, each kind and parameter once for each rank. A report is plain:
+
+    replicated: (name, ranks that hold what this one does, whether the wrapper sees to it) of each parameter, once
+    checksums: (step, {number in `replicated`, as text: checksum}); -1 is before the first step
+    findings: as `Finding.to_dict`; everywhere: likewise, certain once all ranks have said so
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.findings: list[Finding] = []
+        self._world_size = world_size
+        self._replicated: dict[int, Sequence[Any]] = {}  # by rank
+        self._sums: dict[int, dict[int, Mapping[str, int]]] = {}  # step -> rank -> number -> checksum
+        self._equal: set[str] = set()  # numbers of those that were equal once
+        self._different: set[str] = set()
+        self._everywhere: dict[tuple[str, str], dict[int, Finding]] = {}
+
+    def take(self, rank: int, report: Mapping[str, Any]) -> None:
+        self.findings += map(Finding.from_dict, report.get("findings", ()))
+        for found in map(Finding.from_dict, report.get("everywhere", ())):
+            said = self._everywhere.setdefault((found.kind, found.parameter), {})
+            said[rank] = found
+            if len(said) == self._world_size:
+                self.findings.append(max(said.values(), key=lambda f: f.step))
+        if "replicated" in report:
+            self._replicated[rank] = report["replicated"]
+        for step, sums in report.get("checksums", ()):
+            self._sums.setdefault(step, {})[rank] = sums
+            if len(self._sums[step]) == self._world_size:
+                self.findings += self._compare(step, self._sums.pop(step))
+        for step in sorted(self._sums)[:-WAITING]:
+            del self._sums[step]
+
+    def _compare(self, step: int, sums: Mapping[int, Mapping[str, int]]) -> Iterator[Finding]:
+        for i in [i for i in sums[0] if i not in self._different]:
+            name, _, certain = self._replicated[0][int(i)]
+            for ranks in dict.fromkeys(tuple(replicated[int(i)][1]) for replicated in self._replicated.values()):
+                other = next((r for r in ranks if sums[r].get(i, sums[ranks[0]].get(i)) != sums[ranks[0]].get(i)), None)
+                if other is None:
+                    self._equal.add(i)
+                elif i in self._equal or certain:
+                    self._different.add(i)
+                    what = f"its values on rank {other} are not those on rank {ranks[0]}"
+                    at, kind = max(step, 0), AuditKind.REPLICAS_DIFFER
+                    yield Finding(kind=kind, parameter=name, rank=other, step=at, what=what)
