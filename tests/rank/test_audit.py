@@ -5,18 +5,26 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed as dist, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from fsdp_lab import engine
 from fsdp_lab.base.audit import Audit, AuditKind, AuditLog, Finding
+from fsdp_lab.rank.watch import loop as watch_module
 from fsdp_lab.rank.watch.loop import Watch, plain_host
+from tests.pool import Place, Pool
+from tests.rank.test_session import session
 
 STEPS = 20
 BF16 = torch.bfloat16
@@ -31,9 +39,10 @@ class Loop:
     step: Callable[[int], None]
 
 
-def messages_of(loop: Loop, steps: int = STEPS, host: Any = None) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
-    with Watch(loop.model, loop.optimizers, host or plain_host(loop.model, messages.append), flops=False) as watch:
+def messages_of(loop: Loop, steps: int = STEPS, host: Any = None, told: Any = None) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = [] if told is None else told
+    watch = Watch(loop.model, loop.optimizers, host or plain_host(loop.model, messages.append), flops=False)
+    with mock.patch.object(watch_module, "LEDGER_STEP", steps), watch:
         for i in range(steps):
             with watch.step():
                 loop.step(i)
@@ -111,7 +120,9 @@ def bf16_masters() -> Loop:
 
 def norms_that_stay_one() -> Loop:
     model = mlp().to(BF16)
-    return fit(model, adamw(model, 1e-3, weight_decay=0.1))
+    with torch.no_grad():
+        model[0].weight *= 0.5
+    return fit(model, adamw(model, 1.5e-3, weight_decay=0.1))
 
 
 def fp16_without_masters() -> Loop:
@@ -189,8 +200,8 @@ def an_encoder_under_no_grad() -> Loop:
 
 
 def a_scaler_that_skips_all() -> Loop:
-    model, scaler = mlp(), torch.amp.GradScaler("cpu", init_scale=2.0**120)
-    return scaled(model, adamw(model), scaler)
+    model, scaler = mlp(), torch.amp.GradScaler("cpu", init_scale=2.0**100)
+    return scaled(model, adamw(model), scaler, 2.0**50)
 
 
 class OnlyMatrices(torch.optim.SGD):
@@ -212,7 +223,7 @@ LOST, NONE = AuditKind.LOW_PRECISION, AuditKind.NO_GRADIENT
 WRONG: dict[Callable[[], Loop], tuple[AuditKind, set[str]]] = {
     bf16_masters: (LOST, {"0.weight", "2.weight", "3.weight", "0.bias", "3.bias"}),
     norms_that_stay_one: (LOST, {"2.weight"}),
-    fp16_without_masters: (LOST, {"0.weight", "3.weight"}),
+    fp16_without_masters: (LOST, {"0.weight", "3.weight", "0.bias", "3.bias"}),
     adapters_of_one_layer_only: (NONE, {f"{i}.lora_{x}" for i in range(1, 96) for x in "AB"}),
     norms_and_embeddings_beside_adapters: (AuditKind.BESIDE_ADAPTERS, {"0.weight", "1.weight", "1.bias"}),
     quantised_weights_that_change: (AuditKind.FROZEN_MOVED, {"packed"}),
@@ -238,9 +249,9 @@ def test_what_is_wrong_in_silence_is_named_by_parameter(make: Callable[[], Loop]
 # -- right ------------------------------------------------------------------------------------------------------------
 
 
-def scaled(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> Loop:
+def scaled(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, factor: float) -> Loop:
     def step(i: int) -> None:
-        scaler.scale(model(batch(i)).square().mean()).backward()
+        scaler.scale(factor * model(batch(i)).square().mean()).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -364,7 +375,7 @@ def adversaries() -> Loop:
         for name, one in zip("gd", ones, strict=True):
             for other in "gd":
                 model[other].requires_grad_(other == name)
-            (model["d"](model["g"](batch(i))) - (name == "g")).square().mean().backward()
+            (model["d"](model["g"](batch(i))) - float(name == "g")).square().mean().backward()
             one.step()
             one.zero_grad()
 
@@ -457,8 +468,8 @@ def a_scaler(fused: bool) -> Callable[[], Loop]:
 
     def make() -> Loop:
         model = mlp()
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**131, growth_interval=4)
-        return scaled(model, torch.optim.Adam(model.parameters(), 1e-2, fused=fused), scaler)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**91, growth_interval=4)
+        return scaled(model, torch.optim.Adam(model.parameters(), 1e-2, fused=fused), scaler, 2.0**40)
 
     return make
 
@@ -532,3 +543,150 @@ RIGHT: dict[str, Callable[[], Loop]] = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_of_what_is_right_nothing_is_said(name: str) -> None:
     assert findings([messages_of(RIGHT[name](), 40)]) == []
+
+
+# -- on several ranks -------------------------------------------------------------------------------------------------
+
+
+def wrapped(how: str, model: nn.Module, **options: Any) -> nn.Module:
+    """Each layer, and the whole."""
+    if how == "ddp":
+        return DistributedDataParallel(model, broadcast_buffers=False)
+    kind, _, variant = how.partition(" ")
+    hybrid = variant == "hybrid"
+    if kind == "fsdp1":
+        mesh = init_device_mesh("cpu", (2, 2)) if hybrid else None
+        strategy = {"whole": ShardingStrategy.NO_SHARD, "hybrid": ShardingStrategy.HYBRID_SHARD}
+        return FullyShardedDataParallel(
+            model, use_orig_params=variant != "flat", device_id=torch.device("cpu"), device_mesh=mesh,
+            sharding_strategy=strategy.get(variant, ShardingStrategy.FULL_SHARD),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        )  # fmt: skip
+    if hybrid:
+        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    shard = engine.fully_shard if kind == "lab" else fully_shard
+    for layer in model:
+        if list(layer.parameters()):
+            shard(layer, **options)
+    shard(model, **options)
+    return model
+
+
+def own_data(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Loop:
+    """Each rank has batches of its own."""
+    return fit(model, *optimizers, loss=lambda i: (model(batch(2 * i + dist.get_rank())) - 1).square().mean())
+
+
+def sharded(how: str) -> Callable[[], Loop]:
+    def make() -> Loop:
+        model = wrapped(how, mlp())
+        regions = how == "lab regions"
+        return own_data(model, adamw(engine.sharded_parameters(model) if regions else model.parameters()))
+
+    return make
+
+
+def bf16_shards(how: str) -> Callable[[], Loop]:
+    def make() -> Loop:
+        model = wrapped(how, mlp().to(BF16))
+        return fit(model, adamw(model, 1e-5))
+
+    return make
+
+
+def adapters_beside_shards(how: str) -> Callable[[], Loop]:
+    def make() -> Loop:
+        model = seeded(lambda: nn.Sequential(LoRA(), LoRA()))
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return own_data(wrapped(how, model, ignored_params=set(trained)), adamw(trained))
+
+    return make
+
+
+def experts_of_each_rank() -> Loop:
+    """Not sharded, and other ones on each rank from the beginning."""
+    model = mlp()
+    nn.init.normal_(model[0].weight, generator=torch.Generator().manual_seed(dist.get_rank()))
+    nn.init.constant_(model[0].bias, dist.get_rank())
+    own = set(model[0].parameters())
+    fully_shard(model, ignored_params=own)
+    return own_data(model, adamw(model))
+
+
+def plain(averaged: bool) -> Callable[[], Loop]:
+    def make() -> Loop:
+        model = mlp()
+        one = adamw(model)
+        if averaged:
+            one.register_step_pre_hook(lambda *_: [dist.all_reduce(p.grad) for p in model.parameters()] and None)
+        return own_data(model, one)
+
+    return make
+
+
+def never_synchronised() -> Loop:
+    model = wrapped("ddp", mlp())
+    loop = own_data(model, adamw(model))
+
+    def step(i: int) -> None:
+        with model.no_sync():
+            loop.step(i)
+
+    return Loop(model, loop.optimizers, step)
+
+
+def never_reduced_between_replicas() -> Loop:
+    model = wrapped("fsdp2 hybrid", mlp())
+    model.set_requires_all_reduce(False)
+    return own_data(model, adamw(model))
+
+
+def rows(shut: bool) -> Callable[[], Loop]:
+    """Of an embedding, all in the first rank's shard. Its gradient is zero everywhere if `shut`."""
+
+    def make() -> Loop:
+        model = seeded(lambda: nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8)))
+        model = wrapped("fsdp2", model)
+        return fit(model, adamw(model), loss=lambda i: (
+            model[1]((0 if shut else 1) * model[0](torch.tensor([i % 3]))) - 1).square().mean())  # fmt: skip
+
+    return make
+
+
+EVERY = {"0.weight", "0.bias", "2.weight", "2.bias", "3.weight", "3.bias"}
+DIFFER, LORA = AuditKind.REPLICAS_DIFFER, {f"{i}.lora_{x}" for i in range(2) for x in "AB"}
+RANKED: dict[str, tuple[Callable[[], Loop], AuditKind | None, set[str]]] = {
+    "adapters beside FSDP2": (adapters_beside_shards("fsdp2"), DIFFER, LORA),
+    "adapters beside the engine": (adapters_beside_shards("lab"), DIFFER, LORA),
+    "no wrapper": (plain(averaged=False), DIFFER, EVERY),
+    "no_sync for ever": (never_synchronised, DIFFER, EVERY),
+    "a shut gate": (rows(shut=True), AuditKind.ZERO_GRADIENT, {"0.weight", "1.weight"}),
+    **{f"bf16 {how}": (bf16_shards(how), LOST, EVERY - {"2.bias"}) for how in ("fsdp1", "fsdp1 flat", "fsdp2", "lab")},
+    **{how: (sharded(how), None, set()) for how in
+       ("ddp", "fsdp1", "fsdp1 flat", "fsdp1 whole", "fsdp2", "lab", "lab regions")},
+    "averaged by hand": (plain(averaged=True), None, set()),
+    "experts": (experts_of_each_rank, None, set()),
+    "rows of one rank": (rows(shut=False), None, set()),
+}  # fmt: skip
+HYBRID: dict[str, tuple[Callable[[], Loop], AuditKind | None, set[str]]] = {
+    "no all-reduce": (never_reduced_between_replicas, NONE, EVERY),
+    **{how: (sharded(how), None, set()) for how in ("fsdp1 hybrid", "fsdp2 hybrid", "lab hybrid")},
+}
+
+
+def _audited(place: Place, table: str) -> list[list[dict[str, Any]]]:
+    told: list[list[dict[str, Any]]] = []
+    with closing(session(place)) as s:
+        for make, kind, _ in globals()[table].values():
+            told.append([])
+            messages_of(make(), STEPS if kind else 2 * STEPS, s.loop_host(told[-1].append), told[-1])
+    return told
+
+
+@pytest.mark.parametrize(("table", "ranks"), [("RANKED", 2), pytest.param("HYBRID", 4, marks=pytest.mark.slow)])
+def test_ranks_are_compared_and_shards_are_looked_at(pool: Pool, table: str, ranks: int) -> None:
+    by_rank = pool.run(_audited, ranks, table, reduction=None)
+    for (name, (_, kind, names)), told in zip(globals()[table].items(), zip(*by_rank, strict=True), strict=True):
+        found = findings(told)
+        assert {(f.kind, f.parameter) for f in found} == {(kind, one) for one in names}, (name, Audit(found, name))
+        assert all(f.step < STEPS for f in found)

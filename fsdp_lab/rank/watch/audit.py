@@ -67,6 +67,7 @@ class _Look:
     absent: Sequence[bool] = ()  # those that have none
     trained: Sequence[bool] = ()
     called: Sequence[bool] = ()  # those whose modules were, as far as hooks tell
+    optimizer: int = 0  # its id
     rates: Sequence[Any] = ()  # numbers, or tensors on the device
     momentum: float | None = None  # of plain SGD; None of others
     skipped: Tensor | None = None  # by a scaler, if not zero
@@ -87,6 +88,7 @@ class UpdateAudit:
         self._open: dict[int, list[_Look]] = {}  # by the optimizer that is stepping
         self._turn: list[int] = []  # parameters of this step
         self._step, self._active = 0, False
+        self._compensating: set[int] = set()  # ids of optimizers that keep what rounding would lose
         self._stepped: list[torch.optim.Optimizer] = []  # in this step
         self._ends: deque[bool] = deque(maxlen=SKIPPED_OF[1])  # of steps: whether the update was skipped
         self._endings: list[tuple[int, Tensor | bool]] = []  # steps, and whether the update was made, or will be
@@ -131,7 +133,9 @@ class UpdateAudit:
         for look in self._open.pop(id(optimizer), ()):
             kept = [self._all[i] for i in look.numbers]
             groups = [next(group for one, group in k.owners if one is optimizer) for k in kept]
-            look.rates = [_constant(group.get("lr", 0.0)) for group in groups]
+            by_line = isinstance(optimizer, torch.optim.LBFGS)  # which may stop
+            look.rates = [0.0 if by_line else _constant(group.get("lr", 0.0)) for group in groups]
+            look.optimizer = id(optimizer)
             if isinstance(optimizer, torch.optim.SGD):
                 look.momentum = max(float(group["momentum"]) for group in groups)
             look.after = torch.cat([_sample(k.held.values(), self._step) for k in kept])
@@ -249,16 +253,19 @@ class UpdateAudit:
         rate = torch.tensor(rates).repeat_interleave(torch.tensor(look.sizes))
         unit = torch.finfo(before.dtype).eps * torch.exp2(torch.frexp(before.float())[1] - 1.0)
         unit[before == 0] = 0.0
-        graded = finite & (size > 1e-3 * size[finite].mean()) & (rate > 0)
+        is_low, momentum = before.element_size() < 4, look.momentum or 0.0
+        noise = 8 * torch.finfo(before.dtype).eps if is_low and look.momentum is not None else 1e-3
+        graded = finite & (size > noise * size[finite].mean()) & (rate > 0)
         seen = graded & (rate * size.clamp(max=1.0) > 2 * unit)
-        bound = rate if look.momentum is None else rate * size / (1 - min(look.momentum, 0.99))
-        small = graded & (8 * bound < unit)  # rounding to nearest loses it
-        masks = torch.stack([moved, size != 0, graded, graded & ~moved, seen, seen & moved, small, small & moved])
+        bound = rate if look.momentum is None else rate * size / (1 - min(momentum, 0.99))
+        small = graded & (16 * bound < unit)  # rounding to nearest loses it
+        masks = torch.stack([moved, size != 0, graded, graded & ~moved, seen, seen & moved, small])
         counts = nn.functional.pad(masks.int().cumsum(1), (1, 0))[:, torch.tensor([0, *look.sizes]).cumsum(0)].diff(
             dim=1
         )
+        if (small & moved).sum() * (20 if momentum else 500) > small.sum():
+            self._compensating.add(look.optimizer)
         weight = 1.0 if moved.any() else 0.3  # an optimizer may step only now and then
-        any_gradient = not all(look.absent)
         for at, (i, per) in enumerate(zip(look.numbers, counts.T.tolist(), strict=True)):
             kept = self._all[i]
             if not look.trained[at]:
@@ -266,17 +273,16 @@ class UpdateAudit:
                 if kept.frozen >= LOOKS:
                     self._tell(AuditKind.FROZEN_MOVED, kept, look.step, "it is frozen, and the optimizer moves it")
                 continue
-            is_low = before.element_size() < 4
-            self._judge_movement(kept, look.step, rates[at], per, weight, str(before.dtype)[6:] if is_low else "")
-            if any_gradient:
-                self._judge_gradient(kept, look, at, zero=not per[1])
+            if look.optimizer not in self._compensating:
+                self._judge_movement(kept, look.step, rates[at], per, weight, str(before.dtype)[6:] if is_low else "")
+            self._judge_gradient(kept, look, at, zero=not per[1])
 
     def _judge_movement(self, kept: _Kept, step: int, lr: float, per: Sequence[int], weight: float, low: str) -> None:
         """`per`: the counts of `_judge`. `low`: the name of a dtype of low precision."""
-        _, _, graded, lost, seen, seen_moved, small, small_moved = per
+        _, _, graded, lost, seen, seen_moved, small = per
         rises, kept.lr = lr > kept.lr > 0 and kept.lost > 0, lr
         if low:
-            judged, is_lost = graded, 2 * lost >= graded and 20 * small_moved <= small
+            judged, is_lost = graded, 2 * lost >= graded
         else:
             judged, is_lost = seen, not seen_moved
         if not judged or rises:

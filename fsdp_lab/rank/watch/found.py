@@ -123,7 +123,9 @@ class PlainModel(Measured):
         return self.module.parameters()
 
     def _gradients(self) -> Iterator[Tensor]:
-        return (p.grad for p in self.module.parameters() if p.grad is not None)
+        """Without sparse ones."""
+        grads = (p.grad for p in self.module.parameters())
+        return (g for g in grads if g is not None and g.layout is torch.strided)
 
     def _states(self) -> Iterator[Tensor]:
         states = (state for optimizer in self.optimizers for state in optimizer.state.values())
