@@ -1,19 +1,18 @@
-"""`UpdateAudit`: whether a watched loop updates what it should, by samples of parameters and gradients around each update.
+"""`UpdateAudit`: whether a watched loop updates what it should, by samples of parameters and gradients around its updates.
 
-Note: what is looked at. In each step some of the parameters, in turn: all of them within `PERIOD` steps, `SAMPLE` elements of
-each spread over it, a small one whole. Their values before and after `optimizer.step()` are compared bit for bit, beside the
-gradients that are there after it. Only optimizers' own steps count as updates, so a copy that the loop averages by hand may
-move. Looked at but not judged are the first step, in which zeros that adapters begin with make gradients zero, a ledger
-step, whose memory is being recorded, and updates that a loss scaler prevents.
+Note: what is looked at. Some of the parameters in each step, in turn: all of them within `PERIOD` steps, later less often;
+of each some elements spread over it, a small one whole. Values before and after `optimizer.step()` are compared bit for bit,
+beside the gradients that are there after it. What the loop moves by hand, as a mean of weights, is nobody's mistake. Not
+looked at are the first step, in which zeros that adapters begin with make gradients zero, and ledger steps; and not judged
+are updates that a loss scaler prevents.
 
 Note: when an update counts as lost. Where an element has a gradient, and its bits stay. In bf16 and fp16 this is said of a
-parameter of which half of such elements stay in each of several looks, unless the learning rate still rises, or elements move
-that could not by rounding to nearest (stochastic rounding, compensated sums). In fp32 and fp64 only an update that should be
-seen, by the gradient and the learning rate, counts: a gradient that is nothing but rounding, as of the bias of attention's
-keys, may well be lost.
+parameter of which half of such elements stay in several looks, unless the learning rate still rises, or elements move that
+rounding to nearest would keep (stochastic rounding, compensated sums). In fp32 only an update that gradient and learning
+rate make large enough to be seen counts: a gradient that is nothing but rounding, as of the bias of attention's keys, may
+be lost.
 
-Note: a GPU. Samples stay on the device and are copied to the host when the watch reads (`read`), after it has waited for the
-device; nothing here waits for it in a step."""
+Note: a GPU. Samples stay on it until the watch has waited for it, and calls `read`. Nothing here waits in a step."""
 
 import zlib
 from collections import Counter, deque
@@ -27,11 +26,11 @@ from torch import Tensor, nn
 from fsdp_lab.base.audit import AuditKind, Finding
 from fsdp_lab.rank.watch.found import HeldParameter, PlainModel
 
-SAMPLE = 256  # elements of a parameter in a look
-WHOLE = 1024  # elements of one that is looked at whole
+RUNS, RUN = 8, 16  # of neighbouring elements, in a look at a parameter: one line of a cache each
+WHOLE = 512  # elements of one that is looked at whole
 LOOKS = 3  # after which a finding is certain
 PERIOD = 5  # steps in which all parameters have their turn
-LATER, LATER_PERIOD = 32, 40  # from this step on, it is longer
+LATER, EVERY = 32, 4  # from this step on only a few are looked at, in each fourth step
 LEAST = 8  # parameters in a step
 SKIPPED_OF = (10, 16)  # so many updates were skipped, of so many
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -75,47 +74,49 @@ class _Look:
 
 
 class UpdateAudit:
-    """Of one rank's loop. `findings`: until now. Called by a `Watch`: `begin_step`, `before` and `after` each optimizer's
-    step, `end_step`, `read` when the device has reached the end of the steps before; `report` goes to the kernel."""
+    """Of one rank's loop. A `Watch` calls `begin`; in each step `begin_step`, `before` and `after` each optimizer's step, and
+    `end_step`; `read` when the device has reached the end of the steps before. `report` goes to the kernel."""
 
     def __init__(self, found: PlainModel, rank: int, world_size: int) -> None:
-        self._optimizers, self._rank, self._world_size = found.optimizers, rank, world_size
-        self._all = [_Kept(held=held) for held in found.held()]
-        self.findings: list[Finding] = []
+        self._found, self._optimizers, self._rank, self._world_size = found, found.optimizers, rank, world_size
+        self._all: list[_Kept] = []
         self._told: set[tuple[AuditKind, str]] = set()
         self._news: dict[str, list[Any]] = {"findings": [], "everywhere": [], "checksums": []}
-        self._looks: list[_Look] = []  # that were not read
+        self._looks: list[_Look] = []  # not read yet
         self._open: dict[int, list[_Look]] = {}  # by the optimizer that is stepping
         self._turn: list[int] = []  # parameters of this step
-        self._step, self._active = 0, False
+        self._step, self._next, self._active = 0, 0, False
         self._compensating: set[int] = set()  # ids of optimizers that keep what rounding would lose
         self._stepped: list[torch.optim.Optimizer] = []  # in this step
         self._ends: deque[bool] = deque(maxlen=SKIPPED_OF[1])  # of steps: whether the update was skipped
         self._endings: list[tuple[int, Tensor | bool]] = []  # steps, and whether the update was made, or will be
-        self._membership, self._watched = (-1,), list[int]()
+
+    def begin(self) -> None:
+        """Before the first step; waits for the device."""
+        self._all = [_Kept(held=held) for held in self._found.held()]
         self._enlist()
-        self._replicated = [i for i, kept in enumerate(self._all) if len(kept.held.replicas) > 1]
-        if self._replicated:
-            about = [self._all[i].held for i in self._replicated]
-            self._news["replicated"] = [[h.name, list(h.replicas), h.synchronised] for h in about]
-            begun = [(i, _sample(self._all[i].held.values(), 0)) for i in self._replicated]
-            self._sum(-1, [i for i, _ in begun], [t.cpu() for _, t in begun])
+        copies = [(i, kept.held) for i, kept in enumerate(self._all) if len(kept.held.replicas) > 1]
+        self._number = {i: str(number) for number, (i, _) in enumerate(copies)}
+        if copies:
+            self._news["replicated"] = [[held.name, held.replicas, held.synchronised] for _, held in copies]
+            self._sum(-1, self._number, [_sample(held.values(), 0).cpu() for _, held in copies])
 
     # -- in a step ----------------------------------------------------------------------------------------------------
 
     def begin_step(self, number: int, *, active: bool) -> None:
         self._step, self._active = number, active and number > 0 and bool(self._optimizers)
-        self._open, self._stepped = {}, []
-        if not self._active:
+        self._open, self._stepped, self._turn = {}, [], []
+        if not self._active or (number >= LATER and number % EVERY):
             return
-        if number % LATER == 1 or self._membership != self._count():
+        if number == LATER or self._membership != self._count():
             self._enlist()
         several = len(self._watched)
-        count = min(several, max(LEAST, -(-several // (PERIOD if number < LATER else LATER_PERIOD))))
-        self._turn = [self._watched[(number * count + i) % several] for i in range(count)]
+        count = min(several, LEAST if number >= LATER else max(LEAST, -(-several // PERIOD)))
+        self._turn = [self._watched[(self._next + i) % several] for i in range(count)]
+        self._next += count
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._active:
+        if not self._turn:
             return
         if not self._stepped:
             self._look_at_strangers()
@@ -162,7 +163,7 @@ class UpdateAudit:
             last = self._looks[-1].skipped if self._looks and self._looks[-1].step == self._step else None
             self._endings.append((self._step, True if last is None else last == 0))
             return
-        some = [self._all[i].held for i in self._turn if self._all[i].held.holder.requires_grad]
+        some = [k.held for k in map(self._all.__getitem__, self._watched[:LEAST]) if k.held.holder.requires_grad]
         left = [g for held in some if (g := held.gradient()) is not None]
         flat = torch.cat([_sample(g, self._step).float() for g in left]) if left else torch.zeros(1)
         # Gradients that stay are being accumulated.
@@ -175,9 +176,8 @@ class UpdateAudit:
             now = _sample(kept.held.values(), i)  # always the same elements
             if kept.before is not None and kept.before.shape == now.shape:
                 grad = kept.held.gradient()
-                none = torch.zeros(1, device=now.device)
-                look = _Look(step=self._step, numbers=[i], sizes=[now.numel()], before=kept.before, after=now)
-                look.gradients, look.trained = none if grad is None else _sample(grad, i), [grad is not None]
+                look = _Look(step=self._step, numbers=[i], sizes=[now.numel()], before=kept.before, after=now.clone())
+                look.gradients = torch.zeros(1) if grad is None else _sample(grad, i).clone()
                 self._looks.append(look)
             kept.before = now.clone()
 
@@ -201,11 +201,8 @@ class UpdateAudit:
             if not twice.isdisjoint(kept.held.ids):
                 self._tell(AuditKind.TWICE, kept, self._step, "one optimizer has it twice")
         self._shared = [kept for kept in self._all if len(kept.owners) > 1]
-        self._watched = [
-            i
-            for i, k in enumerate(self._all)
-            if k.owners or k.held.holder.requires_grad or not _is_float(k.held.holder)
-        ]
+        each = ((i, kept.owners, kept.held.holder) for i, kept in enumerate(self._all))
+        self._watched = [i for i, own, p in each if own or p.requires_grad or not _is_float(p)]
         self._membership = self._count()
         self._check_adapters()
 
@@ -219,9 +216,7 @@ class UpdateAudit:
             module, name = kept.held.module, kept.held.name
             is_base = isinstance(module, nn.Embedding) or "norm" in type(module).__name__.lower()
             if is_base and "lora" not in name.lower() and "modules_to_save" not in name:
-                self._tell(
-                    AuditKind.BESIDE_ADAPTERS, kept, 0, "it is trained though the model is frozen around adapters"
-                )
+                self._tell(AuditKind.BESIDE_ADAPTERS, kept, 0, "it is trained, in a model frozen around adapters")
 
     # -- what they show -----------------------------------------------------------------------------------------------
 
@@ -242,11 +237,18 @@ class UpdateAudit:
         before, after, gradients = look.before.cpu(), look.after.cpu(), look.gradients.cpu()
         bits = _BITS[before.element_size()]
         moved = before.view(bits) != after.view(bits)
-        self._sum(look.step, look.numbers, after.split(look.sizes))
+        self._sum(look.step, look.numbers, torch.split(after, look.sizes))
         if not look.rates:
             self._judge_stranger(look, moved=bool(moved.any()), graded=bool(gradients.any()))
             return
         if look.skipped is not None and look.skipped.any():
+            return
+        present = gradients != 0
+        if not (present & ~moved).any() and all(look.trained):  # as nearly always
+            full = bool(present.all())
+            for at, (i, part) in enumerate(zip(look.numbers, torch.split(present, look.sizes), strict=True)):
+                self._all[i].lost = 0.0
+                self._judge_gradient(self._all[i], look, at, zero=not (full or part.any()))
             return
         size, rates = gradients.float().abs(), [float(rate) for rate in look.rates]
         finite = torch.isfinite(size)
@@ -259,14 +261,12 @@ class UpdateAudit:
         seen = graded & (rate * size.clamp(max=1.0) > 2 * unit)
         bound = rate if look.momentum is None else rate * size / (1 - min(momentum, 0.99))
         small = graded & (16 * bound < unit)  # rounding to nearest loses it
-        masks = torch.stack([moved, size != 0, graded, graded & ~moved, seen, seen & moved, small])
-        counts = nn.functional.pad(masks.int().cumsum(1), (1, 0))[:, torch.tensor([0, *look.sizes]).cumsum(0)].diff(
-            dim=1
-        )
+        masks = torch.stack([moved, present, graded, graded & ~moved, seen, seen & moved, small])
+        counts = [part.sum(1).tolist() for part in torch.split(masks, look.sizes, dim=1)]
         if (small & moved).sum() * (20 if momentum else 500) > small.sum():
             self._compensating.add(look.optimizer)
         weight = 1.0 if moved.any() else 0.3  # an optimizer may step only now and then
-        for at, (i, per) in enumerate(zip(look.numbers, counts.T.tolist(), strict=True)):
+        for at, (i, per) in enumerate(zip(look.numbers, counts, strict=True)):
             kept = self._all[i]
             if not look.trained[at]:
                 kept.frozen += per[0] > 0 and per[1] == 0
@@ -281,21 +281,17 @@ class UpdateAudit:
         """`per`: the counts of `_judge`. `low`: the name of a dtype of low precision."""
         _, _, graded, lost, seen, seen_moved, small = per
         rises, kept.lr = lr > kept.lr > 0 and kept.lost > 0, lr
-        if low:
-            judged, is_lost = graded, 2 * lost >= graded
-        else:
-            judged, is_lost = seen, not seen_moved
+        judged, is_lost = (graded, 2 * lost >= graded) if low else (seen, not seen_moved)
         if not judged or rises:
             return
-        explained = bool(low) and 2 * small >= graded
-        kept.lost = kept.lost + (1.0 if explained else weight) if is_lost else 0.0
+        if low and 2 * small >= graded:
+            weight = 1.0  # which is explained
+        kept.lost = kept.lost + weight if is_lost else 0.0
         if kept.lost >= LOOKS - 0.01:
             what = f"{lost / graded:.0%} of what has a gradient does not move"
-            if low:
-                what += (
-                    f": it is stored and updated in {low}, and the update is less than half a unit in the last place"
-                )
-            self._tell(AuditKind.LOW_PRECISION if low else AuditKind.STUCK, kept, step, what)
+            why = f": it is stored and updated in {low}, and an update is less than half a unit in the last place"
+            kind = AuditKind.LOW_PRECISION if low else AuditKind.STUCK
+            self._tell(kind, kept, step, what + (why if low else ""))
 
     def _judge_gradient(self, kept: _Kept, look: _Look, at: int, *, zero: bool) -> None:
         absent, whole = look.absent[at], look.whole.get(look.numbers[at])
@@ -325,7 +321,7 @@ class UpdateAudit:
         kept = self._all[look.numbers[0]]
         if moved and not _is_float(kept.held.holder):
             self._tell(AuditKind.FROZEN_MOVED, kept, look.step, "it is stored in integers, which changed")
-        kept.idle = -LOOKS * LATER if moved else kept.idle + (graded and look.trained[0])
+        kept.idle = -LOOKS * LATER if moved else kept.idle + graded
         if kept.idle >= LOOKS:
             what = "it has a gradient, no optimizer, and does not move"
             self._tell(AuditKind.NOT_IN_OPTIMIZER, kept, look.step, what)
@@ -333,18 +329,13 @@ class UpdateAudit:
     # -- what is reported ---------------------------------------------------------------------------------------------
 
     def _sum(self, step: int, numbers: Iterable[int], samples: Iterable[Tensor]) -> None:
-        if not self._replicated:
+        if not self._number:
             return
-        sums = {
-            str(self._replicated.index(i)): zlib.crc32(t.contiguous().view(torch.uint8).numpy())
-            for i, t in zip(numbers, samples, strict=True)
-            if len(self._all[i].held.replicas) > 1
-        }
-        former = self._news["checksums"]
-        if former and former[-1][0] == step:
-            former[-1][1].update(sums)
-        else:
-            former.append([step, sums])
+        if not self._news["checksums"] or self._news["checksums"][-1][0] != step:
+            self._news["checksums"].append([step, {}])
+        for i, t in zip(numbers, samples, strict=True):
+            if i in self._number:
+                self._news["checksums"][-1][1][self._number[i]] = zlib.crc32(t.contiguous().view(torch.uint8).numpy().data)
 
     def _tell(self, kind: AuditKind, kept: _Kept | None, step: int, what: str, *, everywhere: bool = False) -> None:
         name = kept.held.name if kept is not None else ""
@@ -353,8 +344,6 @@ class UpdateAudit:
         self._told.add((kind, name))
         found = Finding(kind=kind, parameter=name, rank=self._rank, step=step, what=what)
         self._news["everywhere" if everywhere else "findings"].append(found.to_dict())
-        if not everywhere:
-            self.findings.append(found)
 
     def report(self) -> dict[str, Any]:
         """What is new, as an `AuditLog` takes it; empty if nothing is."""
@@ -368,17 +357,14 @@ class UpdateAudit:
 
 
 def _sample(t: Tensor, step: int) -> Tensor:
-    """[n], some elements of a tensor, others in each step; all of a small one. A view where that is possible."""
-    t = t.detach()
-    if t.layout is not torch.strided:
-        t = t.to_dense()
+    """[n], some elements of a tensor, others in each step; all of a small one. It may be a view."""
     if not t.is_contiguous():
         is_last = t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)
         t = t.permute(0, 2, 3, 1) if is_last else t.contiguous()
     if (several := t.numel()) <= WHOLE:
         return t.view(-1)
-    stride = several // SAMPLE
-    return t.as_strided((SAMPLE,), (stride,), t.storage_offset() + step * 7919 % stride)
+    stride = several // RUNS
+    return t.as_strided((RUNS, RUN), (stride, 1), t.storage_offset() + step * 7919 % (stride - RUN)).reshape(-1)
 
 
 def _by_dtype(samples: Iterable[tuple[int, Tensor]]) -> Iterable[tuple[list[int], list[Tensor]]]:

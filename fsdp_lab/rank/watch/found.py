@@ -70,20 +70,15 @@ class HeldParameter:
         return self._own(local_tensor(self.holder))
 
     def gradient(self) -> Tensor | None:
-        """As the optimizer sees it, or None. Call it beside an optimizer's step."""
-        grad = self.holder.grad
-        return None if grad is None else self._own(local_tensor(grad))
+        """As the optimizer sees it, but dense, or None. Call it beside an optimizer's step."""
+        own = sharded_form(self.holder)  # whose `.grad` is for optimizers: to ask for it counts as a use
+        grad = self.holder.grad if own is None else own.gradients.gradient(own.number)
+        if grad is None or grad.layout is not torch.strided:
+            return None if grad is None else grad.to_dense()
+        return self._own(local_tensor(grad))
 
     def _own(self, t: Tensor) -> Tensor:
         return t if self.stop is None else t.view(-1)[self.start : self.stop]
-
-
-class HeldShard(HeldParameter):
-    """Of our engine: to ask a sharded parameter for `.grad` counts as a use by an optimizer."""
-
-    def gradient(self) -> Tensor | None:
-        grad = self.holder.gradients.gradient(self.holder.number)
-        return None if grad is None else local_tensor(grad)
 
 
 class PlainModel(Measured):
@@ -278,12 +273,11 @@ class FoundFSDP1(FSDP1Tensors, PlainModel):
         """A flat parameter holds a range of each original one."""
         if not isinstance(p, FlatParameter):
             return super()._held(name, module, p, **shared)
-        held = []
-        for part, of, info in zip(p._fqns, p._param_infos, p._shard_param_infos, strict=True):
-            begin, length = (info.offset_in_shard, info.numel_in_shard) if info.in_shard else (0, 0)
-            path = name.removesuffix("_flat_param") + original_name(part)
-            range_ = {"start": begin, "stop": begin + length}
-            held.append(HeldParameter(name=path, module=of.module, holder=p, ids=(id(p),), **range_, **shared))
+        held, infos = list[HeldParameter](), list[Any](p._shard_param_infos)
+        for part, of, info in zip(p._fqns, p._param_infos, infos, strict=True):
+            start, length = (info.offset_in_shard, info.numel_in_shard) if info.in_shard else (0, 0)
+            shared |= {"start": start, "stop": start + length}
+            held += super()._held(name.removesuffix("_flat_param") + original_name(part), of.module, p, **shared)
         return held
 
     def _replicating(self) -> dict[int, dist.ProcessGroup | None]:
@@ -340,7 +334,7 @@ class FoundFlat(FlatTensors, PlainModel):
         if sharded is None:
             return super()._held(name, module, p, **shared)
         region = sharded.flat.for_optimizer(sharded.number)[0]
-        return [HeldShard(name=name, module=module, holder=sharded, ids=(id(sharded), id(region)), **shared)]
+        return [HeldParameter(name=name, module=module, holder=sharded, ids=(id(sharded), id(region)), **shared)]
 
     def _replicating(self) -> dict[int, dist.ProcessGroup | None]:
         return {id(s.sharded): s.sharded.flat.mesh.replicate_group for s in engine.shards_of(self.module)}

@@ -145,7 +145,8 @@ class Watch:
         self._clock = ClockOffset()
         self._guard = contextlib.ExitStack()
         self._ledger_due, self._skipped = True, 0
-        self._audits, self._audit, self._audit_ended = audit, None, ""
+        self._audits, self._audit_ended = audit, ""
+        self._audit: UpdateAudit | None = None
         for one in self._found.optimizers:
             self._check(one)
 
@@ -217,8 +218,8 @@ class Watch:
         self._meter = StepMeter(self._found, self._context, self._info, offload=offload)
         self._loop = self._found.describe(host.info.world_size, self._title)
         if self._audits and device.type != "meta":
-            with self._auditing():
-                self._audit = UpdateAudit(self._found, host.info.rank, host.info.world_size)
+            self._audit = UpdateAudit(self._found, host.info.rank, host.info.world_size)
+            self._audited(UpdateAudit.begin)
         self._install()
         device = self._info.device
         begin = {"loop": self._loop.to_dict(), "notes": list(self._notes()), "started_unix_s": time.time()}
@@ -299,23 +300,21 @@ class Watch:
             self._meter.before_update()
         if not optimizer.state:  # it is about to be made
             self._meter.forget_optimizer()
-        with self._auditing():
-            if self._audit is not None:
-                self._audit.before(optimizer)
+        self._audited(lambda audit: audit.before(optimizer))
 
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
-        with self._auditing():
-            if self._given is not None and self._audit is not None:
-                self._audit.after(optimizer)
+        if self._given is not None:
+            self._audited(lambda audit: audit.after(optimizer))
 
-    @contextmanager
-    def _auditing(self) -> Iterator[None]:
+    def _audited(self, call: Callable[[UpdateAudit], None]) -> None:
         """An error of the audit ends the audit, and not the loop."""
+        if self._audit is None:
+            return
         try:
             with torch.no_grad():
-                yield
+                call(self._audit)
         except Exception as e:
-            self._audit, self._audit_ended = None, f"The audit ended by an error of its own: {type(e).__name__}: {e}"
+            self._audit, self._audit_ended = None, f"The audit ended by an error of its own: {first_line(e)}"
 
     def _enter(self, given: _Given, part: str) -> None:
         """A step may have a part several times."""
@@ -352,9 +351,7 @@ class Watch:
         given = self._given = _Given(tokens=tokens if tokens is not None else self._tokens or 0)
         self._host.progress.steps += 1
         self._host.progress.place = LoopPlace.STEP
-        with self._auditing():
-            if self._audit is not None:
-                self._audit.begin_step(self.steps, active=not ledger)
+        self._audited(lambda audit: audit.begin_step(self.steps, active=not ledger))
         try:
             if traced and self._meter.runs_behind:
                 self._read_all(wait=True)
@@ -366,9 +363,7 @@ class Watch:
                     self._meter.after_update()
                 elif not self._found.optimizers:
                     self._meter.before_update()
-                with self._auditing():
-                    if self._audit is not None:
-                        self._audit.end_step(updated=given.updated, backward=given.backward)
+                self._audited(lambda audit: audit.end_step(updated=given.updated, backward=given.backward))
             self._context.check()
             self._end(given, ledger=ledger)
             self._host.progress.place = LoopPlace.BETWEEN  # after a failure it stays where that was
@@ -425,9 +420,7 @@ class Watch:
         ended, self._ended = self._ended, []
         for one in ended:  # if one cannot be read, those before it still go out
             self._waiting.append(self._event(*one).to_dict())
-        with self._auditing():
-            if self._audit is not None:
-                self._audit.read()
+        self._audited(UpdateAudit.read)
         if time.perf_counter() - self._published_s >= PUBLISH_EVERY_S:
             self._publish({})
 
