@@ -7,6 +7,7 @@ of the replicated parameters that it looked at, and the gradients that are zero 
 import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from html import escape
 from typing import Any, Self
 
 from fsdp_lab.base.formatting import Table, plural
@@ -72,10 +73,11 @@ class Finding:
 
 
 class Audit(Sequence[Finding]):
-    """The findings of a loop, in the order in which they came. As text, a row for each kind, and what to do about it."""
+    """The findings of a loop, in the order in which they came. As text, a row for each kind, and what to do about it.
+    `done`: whether the loop is audited at all."""
 
-    def __init__(self, findings: Sequence[Finding], about: str) -> None:
-        self._findings, self._about = tuple(findings), about
+    def __init__(self, findings: Sequence[Finding] | None, about: str) -> None:
+        self.done, self._findings, self._about = findings is not None, tuple(findings or ()), about
 
     def __getitem__(self, i: Any) -> Any:
         return self._findings[i]
@@ -84,7 +86,7 @@ class Audit(Sequence[Finding]):
         return len(self._findings)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"findings": [finding.to_dict() for finding in self]}
+        return {"done": self.done, "findings": [finding.to_dict() for finding in self]}
 
     def table(self) -> Table:
         rows = []
@@ -102,10 +104,11 @@ class Audit(Sequence[Finding]):
         return Table(columns=columns, rows=tuple(rows), caption=caption, notes=notes, left=frozenset(columns))
 
     def __repr__(self) -> str:
-        return repr(self.table()) if self else f"{self._about}: nothing found"
+        nothing = "nothing found" if self.done else "not audited; loops are that are watched by fsdp_lab.watch"
+        return repr(self.table()) if self else f"{self._about}: {nothing}"
 
     def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
+        return self.table()._repr_html_() if self else escape(repr(self))
 
 
 class AuditLog:

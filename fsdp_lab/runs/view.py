@@ -195,9 +195,9 @@ class RunView(Protocol):
 
 class RunQueries:
     """Tables, figures, timelines and exports of a run. A mixin for classes that are a `RunView`. `findings`: of the audit of
-    a watched loop."""
+    a watched loop; None: there is none."""
 
-    findings: Sequence[Finding] = ()
+    findings: Sequence[Finding] | None = None
 
     def audit(self) -> Audit:
         """What is wrong with the updates of a watched loop, by parameter, rank and step, as far as it was seen until now."""

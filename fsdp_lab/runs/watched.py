@@ -32,7 +32,7 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
         self.started_unix_s = float(begin["started_unix_s"])
         self.ended_unix_s: float | None = None
         self.events = EventStore()
-        self._audit = AuditLog(self.spec.world_size)
+        self._audit: AuditLog | None = None
         device = {name: begin[name] for name in ("device_name", "software")}
         self.environment: Mapping[str, Any] = fingerprint([device] * self.spec.world_size)
         self.notes: tuple[str, ...] = tuple(begin["notes"])
@@ -48,7 +48,9 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
         begin, end = message.get("begin"), message.get("end")
         if begin is not None:
             self.notes = tuple(dict.fromkeys([*self.notes, *begin["notes"]]))
-        self._audit.take(int(message["rank"]), message.get("audit", {}))
+        if "audit" in message:
+            self._audit = self._audit or AuditLog(self.spec.world_size)
+            self._audit.take(int(message["rank"]), message["audit"])
         self.events.add(message["events"], self.notes)
         if end is not None:
             self.notes = tuple(dict.fromkeys([*self.notes, *end["notes"]]))
@@ -82,9 +84,8 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
         self._end()
 
     @property
-    def findings(self) -> tuple[Finding, ...]:  # type: ignore[override]
-        """Of the audit, of all ranks; see `audit`."""
-        return tuple(self._audit.findings)
+    def findings(self) -> tuple[Finding, ...] | None:  # type: ignore[override]
+        return None if self._audit is None else tuple(self._audit.findings)
 
     @property
     def step(self) -> int:

@@ -74,8 +74,8 @@ class _Look:
 
 
 class UpdateAudit:
-    """Of one rank's loop. A `Watch` calls `begin`; in each step `begin_step`, `before` and `after` each optimizer's step, and
-    `end_step`; `read` when the device has reached the end of the steps before. `report` goes to the kernel."""
+    """Of one rank's loop. A `Watch` calls `begin`; in each step `begin_step`, `before` and `after` each optimizer's step,
+    and `end_step`; `read` when the device has reached the end of the steps before. `report` goes to the kernel."""
 
     def __init__(self, found: PlainModel, rank: int, world_size: int) -> None:
         self._found, self._optimizers, self._rank, self._world_size = found, found.optimizers, rank, world_size
@@ -97,9 +97,8 @@ class UpdateAudit:
         self._enlist()
         copies = [(i, kept.held) for i, kept in enumerate(self._all) if len(kept.held.replicas) > 1]
         self._number = {i: str(number) for number, (i, _) in enumerate(copies)}
-        if copies:
-            self._news["replicated"] = [[held.name, held.replicas, held.synchronised] for _, held in copies]
-            self._sum(-1, self._number, [_sample(held.values(), 0).cpu() for _, held in copies])
+        self._news["replicated"] = [[held.name, held.replicas, held.synchronised] for _, held in copies]
+        self._sum(-1, self._number, [_sample(held.values(), 0).cpu() for _, held in copies])
 
     # -- in a step ----------------------------------------------------------------------------------------------------
 
@@ -335,7 +334,9 @@ class UpdateAudit:
             self._news["checksums"].append([step, {}])
         for i, t in zip(numbers, samples, strict=True):
             if i in self._number:
-                self._news["checksums"][-1][1][self._number[i]] = zlib.crc32(t.contiguous().view(torch.uint8).numpy().data)
+                self._news["checksums"][-1][1][self._number[i]] = zlib.crc32(
+                    t.contiguous().view(torch.uint8).numpy().data
+                )
 
     def _tell(self, kind: AuditKind, kept: _Kept | None, step: int, what: str, *, everywhere: bool = False) -> None:
         name = kept.held.name if kept is not None else ""
@@ -348,7 +349,7 @@ class UpdateAudit:
     def report(self) -> dict[str, Any]:
         """What is new, as an `AuditLog` takes it; empty if nothing is."""
         news, self._news = self._news, {"findings": [], "everywhere": [], "checksums": []}
-        return {name: value for name, value in news.items() if value}
+        return {name: value for name, value in news.items() if value or name == "replicated"}  # that is told once
 
     def close(self) -> None:
         for kept in self._all:

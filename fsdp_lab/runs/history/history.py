@@ -66,7 +66,8 @@ class StoredRun(RunQueries):
         self.environment: dict[str, Any] = json.loads(row["environment"])
         cause = self.environment.pop("cause", None)  # beside it, so that files of before can be read
         self.cause = Cause(cause) if cause else None
-        self.findings = tuple(map(Finding.from_dict, self.environment.pop("audit", {}).get("findings", ())))
+        audit = self.environment.pop("audit", {"done": False})
+        self.findings = tuple(map(Finding.from_dict, audit["findings"])) if audit["done"] else None
         self.notes: tuple[str, ...] = tuple(json.loads(row["notes"]))
         kernel = Identity(pid=row["pid"], born=row["born"])
         if not self.state.over and not kernel_alive(row["host"], kernel, row["seen_unix_s"]):
