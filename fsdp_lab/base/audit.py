@@ -1,4 +1,4 @@
-"""`Finding`: what an audit of a loop's updates found, and its kinds. `AuditLog` joins what the ranks of a loop report.
+"""`AuditFinding`: what an audit of a loop's updates found, and its kinds. `AuditLog` joins what the ranks of a loop report.
 
 Note: what only all ranks know together. A watched loop sends nothing of its own, so a rank reports with its events checksums
 of the replicated parameters that it looked at, and the gradients that are zero in its own part. `AuditLog` compares.
@@ -49,7 +49,7 @@ _HINTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class AuditFinding:
     """`parameter`: its name in the model; "" where it is none in particular. `step`: the one after which it was certain;
     of replicas, the first in which they differ. `what`: is seen, in a sentence."""
 
@@ -72,11 +72,11 @@ class Finding:
         return cls(**{**d, "kind": AuditKind(d["kind"])})
 
 
-class Audit(Sequence[Finding]):
+class Audit(Sequence[AuditFinding]):
     """The findings of a loop, in the order in which they came. As text, a row for each kind, and what to do about it.
     `done`: whether the loop is audited at all."""
 
-    def __init__(self, findings: Sequence[Finding] | None, about: str) -> None:
+    def __init__(self, findings: Sequence[AuditFinding] | None, about: str) -> None:
         self.done, self._findings, self._about = findings is not None, tuple(findings or ()), about
 
     def __getitem__(self, i: Any) -> Any:
@@ -116,21 +116,21 @@ class AuditLog:
 
     replicated: (name, ranks that hold what this one does, whether the wrapper sees to it) of each parameter, once
     checksums: (step, {number in `replicated`, as text: checksum}); -1 is before the first step
-    findings: as `Finding.to_dict`; everywhere: likewise, certain once all ranks have said so
+    findings: as `AuditFinding.to_dict`; everywhere: likewise, certain once all ranks have said so
     """
 
     def __init__(self, world_size: int) -> None:
-        self.findings: list[Finding] = []
+        self.findings: list[AuditFinding] = []
         self._world_size = world_size
         self._replicated: dict[int, Sequence[Any]] = {}  # by rank
         self._sums: dict[int, dict[int, Mapping[str, int]]] = {}  # step -> rank -> number -> checksum
         self._equal: set[str] = set()  # numbers of those that were equal once
         self._different: set[str] = set()
-        self._everywhere: dict[tuple[str, str], dict[int, Finding]] = {}
+        self._everywhere: dict[tuple[str, str], dict[int, AuditFinding]] = {}
 
     def take(self, rank: int, report: Mapping[str, Any]) -> None:
-        self.findings += map(Finding.from_dict, report.get("findings", ()))
-        for found in map(Finding.from_dict, report.get("everywhere", ())):
+        self.findings += map(AuditFinding.from_dict, report.get("findings", ()))
+        for found in map(AuditFinding.from_dict, report.get("everywhere", ())):
             said = self._everywhere.setdefault((found.kind, found.parameter), {})
             said[rank] = found
             if len(said) == self._world_size:
@@ -144,7 +144,7 @@ class AuditLog:
         for step in sorted(self._sums)[:-WAITING]:
             del self._sums[step]
 
-    def _compare(self, step: int, sums: Mapping[int, Mapping[str, int]]) -> Iterator[Finding]:
+    def _compare(self, step: int, sums: Mapping[int, Mapping[str, int]]) -> Iterator[AuditFinding]:
         for i in [i for i in sums[0] if i not in self._different]:
             name, _, certain = self._replicated[0][int(i)]
             for ranks in dict.fromkeys(tuple(replicated[int(i)][1]) for replicated in self._replicated.values()):
@@ -155,4 +155,4 @@ class AuditLog:
                     self._different.add(i)
                     what = f"its values on rank {other} are not those on rank {ranks[0]}"
                     at, kind = max(step, 0), AuditKind.REPLICAS_DIFFER
-                    yield Finding(kind=kind, parameter=name, rank=other, step=at, what=what)
+                    yield AuditFinding(kind=kind, parameter=name, rank=other, step=at, what=what)

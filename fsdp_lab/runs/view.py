@@ -19,7 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import psutil
 
-from fsdp_lab.base.audit import Audit, Finding
+from fsdp_lab.base.audit import Audit, AuditFinding
 from fsdp_lab.base.errors import ArgumentError, Cause
 from fsdp_lab.base.formatting import Table
 from fsdp_lab.base.generation import Completion
@@ -197,7 +197,7 @@ class RunQueries:
     """Tables, figures, timelines and exports of a run. A mixin for classes that are a `RunView`. `findings`: of the audit of
     a watched loop; None: there is none."""
 
-    findings: Sequence[Finding] | None = None
+    findings: Sequence[AuditFinding] | None = None
 
     def audit(self) -> Audit:
         """What is wrong with the updates of a watched loop, by parameter, rank and step, as far as it was seen until now."""

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from fsdp_lab.base.audit import AuditLog, Finding
+from fsdp_lab.base.audit import AuditFinding, AuditLog
 from fsdp_lab.base.errors import Cause
 from fsdp_lab.base.hang import LoopPlace, LoopRank, cause_in_loop
 from fsdp_lab.cluster import RankHung
@@ -84,7 +84,7 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
         self._end()
 
     @property
-    def findings(self) -> tuple[Finding, ...] | None:  # type: ignore[override]
+    def findings(self) -> tuple[AuditFinding, ...] | None:  # type: ignore[override]
         return None if self._audit is None else tuple(self._audit.findings)
 
     @property

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_lab
 from fsdp_lab import engine
-from fsdp_lab.base.audit import Audit, AuditKind, AuditLog, Finding
+from fsdp_lab.base.audit import Audit, AuditFinding, AuditKind, AuditLog
 from fsdp_lab.rank.watch import loop as watch_module
 from fsdp_lab.rank.watch.loop import Watch, plain_host
 from tests.pool import Place, Pool
@@ -64,7 +64,7 @@ def watched(loop: Loop, steps: int, host: Any = None, messages: Messages | None 
     return told
 
 
-def findings(by_rank: list[Messages]) -> list[Finding]:
+def findings(by_rank: list[Messages]) -> list[AuditFinding]:
     log = AuditLog(len(by_rank))
     for rank, messages in enumerate(by_rank):
         for message in messages:

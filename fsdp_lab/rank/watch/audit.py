@@ -15,7 +15,7 @@ be lost.
 Note: a GPU. Samples stay on it until the watch has waited for it, and calls `read`. Nothing here waits in a step."""
 
 import zlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_lab.base.audit import AuditKind, Finding
+from fsdp_lab.base.audit import AuditFinding, AuditKind
 from fsdp_lab.rank.watch.found import HeldParameter, PlainModel
 
 RUNS, RUN = 8, 16  # of neighbouring elements, in a look at a parameter: one line of a cache each
@@ -36,21 +36,31 @@ SKIPPED_OF = (10, 16)  # so many updates were skipped, of so many
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class _Kept:
-    """What is known of one parameter."""
+    """What is known of one parameter. `lost` to `idle` count looks in sequence."""
 
     held: HeldParameter
+    number: str = ""  # among the replicated ones
     owners: list[tuple[torch.optim.Optimizer, dict[str, Any]]] = field(default_factory=list)  # with its group
-    lost: float = 0.0  # looks in sequence that found the update lost; of any optimizer's steps
+    lost: float = 0.0  # found its update lost
     lr: float = 0.0  # at the last of them
-    without: int = 0  # looks in sequence that found no gradient
-    zero: int = 0  # or one that is zero
-    frozen: int = 0  # looks that found it frozen, without a gradient, and moving
-    idle: int = 0  # looks in which no optimizer had it, and it stayed though it has a gradient
+    without: int = 0  # found no gradient
+    zero: int = 0  # found one that is zero
+    frozen: int = 0  # found it frozen, without a gradient, and moving
+    idle: int = 0  # found that it stays though it has a gradient, and no optimizer
     before: Tensor | None = None  # its sample at the last look, where no optimizer has it
     called: int = -1  # the last step in which its module was, as its hook tells
     hook: Any = None
+
+    @property
+    def trained(self) -> bool:
+        return bool(self.held.holder.requires_grad)
+
+    @property
+    def is_float(self) -> bool:
+        """Not so of quantised weights."""
+        return bool(self.held.holder.dtype.is_floating_point and self.held.holder.element_size() > 1)
 
 
 @dataclass(kw_only=True)
@@ -58,19 +68,19 @@ class _Look:
     """Samples around an update of parameters that have one dtype."""
 
     step: int
-    numbers: list[int]  # of the parameters
-    sizes: list[int]  # of their samples
+    kept: list[_Kept]
     before: Tensor
-    after: Tensor | None = None
-    gradients: Tensor | None = None  # zero where there is none
+    sizes: list[int]  # of their samples
+    after: Tensor = field(default_factory=lambda: torch.zeros(0))
+    gradients: Tensor = field(default_factory=lambda: torch.zeros(0))  # zero where there is none
     absent: Sequence[bool] = ()  # those that have none
     trained: Sequence[bool] = ()
     called: Sequence[bool] = ()  # those whose modules were, as far as hooks tell
-    optimizer: int = 0  # its id
+    whole: Sequence[Any] = ()  # whether the whole gradient is zero, of those of which it was asked
+    optimizer: int = 0  # its id; 0: none has them
     rates: Sequence[Any] = ()  # numbers, or tensors on the device
     momentum: float | None = None  # of plain SGD; None of others
     skipped: Tensor | None = None  # by a scaler, if not zero
-    whole: dict[int, Tensor] = field(default_factory=dict)  # by number, for some: whether the whole gradient is zero
 
 
 class UpdateAudit:
@@ -80,25 +90,28 @@ class UpdateAudit:
     def __init__(self, found: PlainModel, rank: int, world_size: int) -> None:
         self._found, self._optimizers, self._rank, self._world_size = found, found.optimizers, rank, world_size
         self._all: list[_Kept] = []
+        self._watched: list[_Kept] = []
+        self._turn: list[_Kept] = []  # those of this step
+        self._step, self._next, self._active = 0, 0, False
+        self._groups: tuple[int, ...] = ()
+        self._stepped: list[torch.optim.Optimizer] = []  # in this step
+        self._open: dict[int, list[_Look]] = {}  # by the optimizer that is stepping
+        self._looks: list[_Look] = []  # not read yet
+        self._endings: list[tuple[int, Any]] = []  # steps, and whether their update was made, or is yet to come
+        self._ends: deque[bool] = deque(maxlen=SKIPPED_OF[1])  # of steps that were read: whether it was skipped
+        self._compensating: set[int] = set()  # ids of optimizers that keep what rounding would lose
         self._told: set[tuple[AuditKind, str]] = set()
         self._news: dict[str, list[Any]] = {"findings": [], "everywhere": [], "checksums": []}
-        self._looks: list[_Look] = []  # not read yet
-        self._open: dict[int, list[_Look]] = {}  # by the optimizer that is stepping
-        self._turn: list[int] = []  # parameters of this step
-        self._step, self._next, self._active = 0, 0, False
-        self._compensating: set[int] = set()  # ids of optimizers that keep what rounding would lose
-        self._stepped: list[torch.optim.Optimizer] = []  # in this step
-        self._ends: deque[bool] = deque(maxlen=SKIPPED_OF[1])  # of steps: whether the update was skipped
-        self._endings: list[tuple[int, Tensor | bool]] = []  # steps, and whether the update was made, or will be
 
     def begin(self) -> None:
         """Before the first step; waits for the device."""
         self._all = [_Kept(held=held) for held in self._found.held()]
         self._enlist()
-        copies = [(i, kept.held) for i, kept in enumerate(self._all) if len(kept.held.replicas) > 1]
-        self._number = {i: str(number) for number, (i, _) in enumerate(copies)}
-        self._news["replicated"] = [[held.name, held.replicas, held.synchronised] for _, held in copies]
-        self._sum(-1, self._number, [_sample(held.values(), 0).cpu() for _, held in copies])
+        copies = [kept for kept in self._all if len(kept.held.replicas) > 1]
+        for number, kept in enumerate(copies):
+            kept.number = str(number)
+        self._news["replicated"] = [[k.held.name, k.held.replicas, k.held.synchronised] for k in copies]
+        self._sum(-1, copies, [_sample(kept.held.values(), 0).cpu() for kept in copies])
 
     # -- in a step ----------------------------------------------------------------------------------------------------
 
@@ -107,7 +120,7 @@ class UpdateAudit:
         self._open, self._stepped, self._turn = {}, [], []
         if not self._active or (number >= LATER and number % EVERY):
             return
-        if number == LATER or self._membership != self._count():
+        if number == LATER or self._groups != self._sizes():
             self._enlist()
         several = len(self._watched)
         count = min(several, LEAST if number >= LATER else max(LEAST, -(-several // PERIOD)))
@@ -119,39 +132,41 @@ class UpdateAudit:
             return
         if not self._stepped:
             self._look_at_strangers()
-        own = [i for i in self._turn if any(one is optimizer for one, _ in self._all[i].owners)]
-        self._open[id(optimizer)] = [
-            _Look(step=self._step, numbers=numbers, sizes=[t.numel() for t in samples], before=torch.cat(samples))
-            for numbers, samples in _by_dtype((i, _sample(self._all[i].held.values(), self._step)) for i in own)
-        ]
         self._stepped.append(optimizer)
-        for kept in self._shared:
+        by_dtype: dict[Any, list[tuple[_Kept, Tensor]]] = {}
+        for kept in self._turn:
+            if any(one is optimizer for one, _ in kept.owners):
+                t = _sample(kept.held.values(), self._step)
+                by_dtype.setdefault((t.dtype, t.device), []).append((kept, t))
             if sum(any(one is owner for one in self._stepped) for owner, _ in kept.owners) > 1:
                 self._tell(AuditKind.TWICE, kept, self._step, "two optimizers update it in one step")
+        self._open[id(optimizer)] = [
+            _Look(
+                step=self._step,
+                kept=[kept for kept, _ in some],
+                sizes=[t.numel() for _, t in some],
+                before=torch.cat([t for _, t in some]),
+            )
+            for some in by_dtype.values()
+        ]
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         for look in self._open.pop(id(optimizer), ()):
-            kept = [self._all[i] for i in look.numbers]
-            groups = [next(group for one, group in k.owners if one is optimizer) for k in kept]
+            groups = [next(group for one, group in kept.owners if one is optimizer) for kept in look.kept]
             by_line = isinstance(optimizer, torch.optim.LBFGS)  # which may stop
             look.rates = [0.0 if by_line else _constant(group.get("lr", 0.0)) for group in groups]
-            look.optimizer = id(optimizer)
             if isinstance(optimizer, torch.optim.SGD):
                 look.momentum = max(float(group["momentum"]) for group in groups)
-            look.after = torch.cat([_sample(k.held.values(), self._step) for k in kept])
-            whole = [k.held.gradient() for k in kept]
-            samples = [
-                look.after.new_zeros(size) if g is None else _sample(g, self._step)
-                for g, size in zip(whole, look.sizes, strict=True)
-            ]
-            # A rank that has nothing of a parameter agrees with all others.
-            look.absent = [g is None and size > 0 for g, size in zip(whole, look.sizes, strict=True)]
-            look.gradients, look.trained = torch.cat(samples), [k.held.holder.requires_grad for k in kept]
-            look.called = [k.called == self._step for k in kept]
-            look.skipped = _constant(getattr(optimizer, "found_inf", None))
-            for i, k, g in zip(look.numbers, kept, whole, strict=True):
-                if k.zero >= LOOKS - 1 and g is not None:
-                    look.whole[i] = (g == 0).all()
+            look.optimizer, look.skipped = id(optimizer), _constant(getattr(optimizer, "found_inf", None))
+            look.after = torch.cat([_sample(kept.held.values(), self._step) for kept in look.kept])
+            whole = list(zip((kept.held.gradient() for kept in look.kept), look.sizes, strict=True))
+            zeros = look.after.new_zeros(max(look.sizes))
+            look.gradients = torch.cat([zeros[:n] if g is None else _sample(g, self._step) for g, n in whole])
+            look.absent = [g is None and n > 0 for g, n in whole]  # a rank that has no part of it agrees with all
+            look.trained = [kept.trained for kept in look.kept]
+            look.called = [kept.called == self._step or not n for kept, n in zip(look.kept, look.sizes, strict=True)]
+            asked = [kept.zero >= LOOKS - 1 and g is not None for kept, (g, _) in zip(look.kept, whole, strict=True)]
+            look.whole = [(g == 0).all() if ask else not n for ask, (g, n) in zip(asked, whole, strict=True)]
             self._looks.append(look)
 
     def end_step(self, *, updated: bool, backward: bool) -> None:
@@ -159,62 +174,50 @@ class UpdateAudit:
         if not self._active or not (updated or backward):
             return
         if updated:
-            last = self._looks[-1].skipped if self._looks and self._looks[-1].step == self._step else None
-            self._endings.append((self._step, True if last is None else last == 0))
+            skipped = [look.skipped for look in self._looks if look.step == self._step and look.skipped is not None]
+            self._endings.append((self._step, skipped[-1] == 0 if skipped else True))
             return
-        some = [k.held for k in map(self._all.__getitem__, self._watched[:LEAST]) if k.held.holder.requires_grad]
-        left = [g for held in some if (g := held.gradient()) is not None]
-        flat = torch.cat([_sample(g, self._step).float() for g in left]) if left else torch.zeros(1)
+        some = [g for kept in self._watched[:LEAST] if kept.trained and (g := kept.held.gradient()) is not None]
+        left = torch.cat([_sample(g, self._step).float() for g in some]) if some else torch.zeros(1)
         # Gradients that stay are being accumulated.
-        self._endings.append((self._step, torch.isfinite(flat).all() & (flat != 0).any()))
+        self._endings.append((self._step, torch.isfinite(left).all() & (left != 0).any()))
 
     def _look_at_strangers(self) -> None:
-        """At the parameters that no optimizer has, before the first one steps."""
-        for i in (i for i in self._turn if not self._all[i].owners):
-            kept = self._all[i]
-            now = _sample(kept.held.values(), i)  # always the same elements
+        """At the parameters that no optimizer has, before the first one steps; always at the same elements."""
+        for kept in (kept for kept in self._turn if not kept.owners):
+            now, g = _sample(kept.held.values(), 0).clone(), kept.held.gradient()
             if kept.before is not None and kept.before.shape == now.shape:
-                grad = kept.held.gradient()
-                look = _Look(step=self._step, numbers=[i], sizes=[now.numel()], before=kept.before, after=now.clone())
-                look.gradients = torch.zeros(1) if grad is None else _sample(grad, i).clone()
+                look = _Look(step=self._step, kept=[kept], sizes=[now.numel()], before=kept.before, after=now)
+                look.gradients = now.new_zeros(1) if g is None else _sample(g, self._step).clone()
                 self._looks.append(look)
-            kept.before = now.clone()
+            kept.before = now
 
     # -- which parameters ---------------------------------------------------------------------------------------------
 
-    def _count(self) -> tuple[int, ...]:
+    def _sizes(self) -> tuple[int, ...]:
         return tuple(n for one in self._optimizers for g in one.param_groups for n in (id(g), len(g["params"])))
 
     def _enlist(self) -> None:
         """Finds the owners of each parameter, and which ones are looked at: what is trained, what an optimizer has, and what
-        is stored in integers, as quantised weights are; of other frozen ones nobody knows who may move them."""
+        is quantised; of other frozen ones nobody knows who may move them."""
         owners: dict[int, list[tuple[torch.optim.Optimizer, dict[str, Any]]]] = {}
-        twice: set[int] = set()
         for one in self._optimizers:
-            ids = [(id(p), group) for group in one.param_groups for p in group["params"]]
-            for i, group in dict(ids).items():
-                owners.setdefault(i, []).append((one, group))
-            twice |= {i for i, several in Counter(i for i, _ in ids).items() if several > 1}
+            for group in one.param_groups:
+                for p in group["params"]:
+                    owners.setdefault(id(p), []).append((one, group))
         for kept in self._all:
             kept.owners = [owner for i in kept.held.ids for owner in owners.get(i, ())]
-            if not twice.isdisjoint(kept.held.ids):
+            if len({id(one) for one, _ in kept.owners}) < len(kept.owners):
                 self._tell(AuditKind.TWICE, kept, self._step, "one optimizer has it twice")
-        self._shared = [kept for kept in self._all if len(kept.owners) > 1]
-        each = ((i, kept.owners, kept.held.holder) for i, kept in enumerate(self._all))
-        self._watched = [i for i, own, p in each if own or p.requires_grad or not _is_float(p)]
-        self._membership = self._count()
-        self._check_adapters()
-
-    def _check_adapters(self) -> None:
-        """Beside adapters the norms and embeddings of the frozen model are not meant to train; a head may be."""
-        trained = [k for k in self._all if k.held.holder.requires_grad and k.owners]
-        frozen = any(not k.held.holder.requires_grad for k in self._all)
-        if not (frozen and any("lora" in k.held.name.lower() for k in trained)):
-            return
-        for kept in trained:
-            module, name = kept.held.module, kept.held.name
+        self._watched = [kept for kept in self._all if kept.owners or kept.trained or not kept.is_float]
+        self._groups = self._sizes()
+        # Beside adapters the norms and embeddings of the frozen model are not meant to train; a head may be.
+        trained = [kept for kept in self._all if kept.trained and kept.owners]
+        adapters = [kept for kept in trained if "lora" in kept.held.name.lower() or "modules_to_save" in kept.held.name]
+        for kept in trained if adapters and not all(kept.trained for kept in self._all) else ():
+            module = kept.held.module
             is_base = isinstance(module, nn.Embedding) or "norm" in type(module).__name__.lower()
-            if is_base and "lora" not in name.lower() and "modules_to_save" not in name:
+            if is_base and kept not in adapters:
                 self._tell(AuditKind.BESIDE_ADAPTERS, kept, 0, "it is trained, in a model frozen around adapters")
 
     # -- what they show -----------------------------------------------------------------------------------------------
@@ -232,119 +235,110 @@ class UpdateAudit:
                 self._tell(AuditKind.SKIPPED, None, step, what)
 
     def _judge(self, look: _Look) -> None:
-        assert look.after is not None and look.gradients is not None
         before, after, gradients = look.before.cpu(), look.after.cpu(), look.gradients.cpu()
         bits = _BITS[before.element_size()]
-        moved = before.view(bits) != after.view(bits)
-        self._sum(look.step, look.numbers, torch.split(after, look.sizes))
-        if not look.rates:
-            self._judge_stranger(look, moved=bool(moved.any()), graded=bool(gradients.any()))
+        moved, present = before.view(bits) != after.view(bits), gradients != 0
+        self._sum(look.step, look.kept, torch.split(after, look.sizes))
+        if not look.optimizer:
+            self._judge_stranger(look.kept[0], look.step, moved=bool(moved.any()), graded=bool(present.any()))
             return
         if look.skipped is not None and look.skipped.any():
             return
-        present = gradients != 0
         if not (present & ~moved).any() and all(look.trained):  # as nearly always
             full = bool(present.all())
-            for at, (i, part) in enumerate(zip(look.numbers, torch.split(present, look.sizes), strict=True)):
-                self._all[i].lost = 0.0
-                self._judge_gradient(self._all[i], look, at, zero=not (full or part.any()))
+            for at, part in enumerate(torch.split(present, look.sizes)):
+                look.kept[at].lost = 0.0
+                self._judge_gradient(look, at, zero=not (full or part.any()))
             return
         size, rates = gradients.float().abs(), [float(rate) for rate in look.rates]
-        finite = torch.isfinite(size)
+        finite, eps = torch.isfinite(size), torch.finfo(before.dtype).eps
         rate = torch.tensor(rates).repeat_interleave(torch.tensor(look.sizes))
-        unit = torch.finfo(before.dtype).eps * torch.exp2(torch.frexp(before.float())[1] - 1.0)
-        unit[before == 0] = 0.0
-        is_low, momentum = before.element_size() < 4, look.momentum or 0.0
-        noise = 8 * torch.finfo(before.dtype).eps if is_low and look.momentum is not None else 1e-3
+        unit = torch.where(
+            before == 0, 0.0, eps * torch.exp2(torch.frexp(before.float())[1] - 1.0)
+        )  # in the last place
+        low = str(before.dtype).removeprefix("torch.") if before.element_size() < 4 else ""
+        noise = 8 * eps if low and look.momentum is not None else 1e-3
         graded = finite & (size > noise * size[finite].mean()) & (rate > 0)
         seen = graded & (rate * size.clamp(max=1.0) > 2 * unit)
-        bound = rate if look.momentum is None else rate * size / (1 - min(momentum, 0.99))
+        bound = rate if look.momentum is None else rate * size / (1 - min(look.momentum, 0.99))
         small = graded & (16 * bound < unit)  # rounding to nearest loses it
-        masks = torch.stack([moved, present, graded, graded & ~moved, seen, seen & moved, small])
-        counts = [part.sum(1).tolist() for part in torch.split(masks, look.sizes, dim=1)]
-        if (small & moved).sum() * (20 if momentum else 500) > small.sum():
+        if (small & moved).sum() * (20 if look.momentum else 500) > small.sum():
             self._compensating.add(look.optimizer)
         weight = 1.0 if moved.any() else 0.3  # an optimizer may step only now and then
-        for at, (i, per) in enumerate(zip(look.numbers, counts, strict=True)):
-            kept = self._all[i]
-            if not look.trained[at]:
-                kept.frozen += per[0] > 0 and per[1] == 0
-                if kept.frozen >= LOOKS:
-                    self._tell(AuditKind.FROZEN_MOVED, kept, look.step, "it is frozen, and the optimizer moves it")
+        masks = torch.stack([moved, present, graded, graded & ~moved, seen, seen & moved, small])
+        for at, part in enumerate(torch.split(masks, look.sizes, dim=1)):
+            counts, kept = part.sum(1).tolist(), look.kept[at]
+            if look.trained[at]:
+                if look.optimizer not in self._compensating:
+                    self._judge_movement(kept, look.step, rates[at], counts[2:], weight, low)
+                self._judge_gradient(look, at, zero=not counts[1])
                 continue
-            if look.optimizer not in self._compensating:
-                self._judge_movement(kept, look.step, rates[at], per, weight, str(before.dtype)[6:] if is_low else "")
-            self._judge_gradient(kept, look, at, zero=not per[1])
+            kept.frozen += counts[0] > 0 and not counts[1]
+            if kept.frozen >= LOOKS:
+                self._tell(AuditKind.FROZEN_MOVED, kept, look.step, "it is frozen, and the optimizer moves it")
 
-    def _judge_movement(self, kept: _Kept, step: int, lr: float, per: Sequence[int], weight: float, low: str) -> None:
-        """`per`: the counts of `_judge`. `low`: the name of a dtype of low precision."""
-        _, _, graded, lost, seen, seen_moved, small = per
+    def _judge_movement(self, kept: _Kept, step: int, lr: float, counts: list[int], weight: float, low: str) -> None:
+        """`low`: the name of a dtype of low precision."""
+        graded, lost, seen, seen_moved, small = counts
         rises, kept.lr = lr > kept.lr > 0 and kept.lost > 0, lr
         judged, is_lost = (graded, 2 * lost >= graded) if low else (seen, not seen_moved)
         if not judged or rises:
             return
-        if low and 2 * small >= graded:
-            weight = 1.0  # which is explained
-        kept.lost = kept.lost + weight if is_lost else 0.0
+        explained = low and 2 * small >= graded
+        kept.lost = kept.lost + (1.0 if explained else weight) if is_lost else 0.0
         if kept.lost >= LOOKS - 0.01:
-            what = f"{lost / graded:.0%} of what has a gradient does not move"
-            why = f": it is stored and updated in {low}, and an update is less than half a unit in the last place"
-            kind = AuditKind.LOW_PRECISION if low else AuditKind.STUCK
-            self._tell(kind, kept, step, what + (why if low else ""))
+            why = f": stored and updated in {low}, an update is less than half a unit in the last place" if low else ""
+            what = f"{lost / graded:.0%} of what has a gradient does not move{why}"
+            self._tell(AuditKind.LOW_PRECISION if low else AuditKind.STUCK, kept, step, what)
 
-    def _judge_gradient(self, kept: _Kept, look: _Look, at: int, *, zero: bool) -> None:
-        absent, whole = look.absent[at], look.whole.get(look.numbers[at])
+    def _judge_gradient(self, look: _Look, at: int, *, zero: bool) -> None:
+        kept, absent = look.kept[at], look.absent[at]
         kept.without = kept.without + 1 if absent else 0
         kept.zero = kept.zero + 1 if zero and not absent else 0
         if kept.zero and "bias" in kept.held.name.rpartition(".")[2]:
             return  # symmetry may make it so
         if max(kept.without, kept.zero) >= LOOKS - 1 and kept.hook is None:
-            kept.hook = kept.held.module.register_forward_pre_hook(self._note_call(kept))
-        called = look.called[at] or not look.sizes[at]
-        if kept.without >= LOOKS and called:
+            note: Any = torch.compiler.disable(lambda *_: self._note_call(kept))  # type: ignore[no-untyped-call]
+            kept.hook = kept.held.module.register_forward_pre_hook(note)
+        if not look.called[at]:
+            return  # what is never called needs no gradient
+        if kept.without >= LOOKS:
             self._tell(AuditKind.NO_GRADIENT, kept, look.step, "its module runs, and no gradient reaches it")
-        elif kept.zero >= LOOKS and called and (not look.sizes[at] or (whole is not None and bool(whole))):
+        elif kept.zero >= LOOKS and look.whole[at]:
             everywhere = len(kept.held.replicas) < 2 and self._world_size > 1  # other ranks have other parts
             self._tell(AuditKind.ZERO_GRADIENT, kept, look.step, "its whole gradient is zero", everywhere=everywhere)
 
-    def _note_call(self, kept: _Kept) -> Any:
-        """A hook for its module: what is never called needs no gradient."""
+    def _note_call(self, kept: _Kept) -> None:
+        if torch.is_grad_enabled():
+            kept.called = self._step
 
-        def note(*_: Any) -> None:
-            if torch.is_grad_enabled():
-                kept.called = self._step
-
-        return torch.compiler.disable(note)  # type: ignore[no-untyped-call]
-
-    def _judge_stranger(self, look: _Look, *, moved: bool, graded: bool) -> None:
-        kept = self._all[look.numbers[0]]
-        if moved and not _is_float(kept.held.holder):
-            self._tell(AuditKind.FROZEN_MOVED, kept, look.step, "it is stored in integers, which changed")
+    def _judge_stranger(self, kept: _Kept, step: int, *, moved: bool, graded: bool) -> None:
+        if moved and not kept.is_float:
+            self._tell(AuditKind.FROZEN_MOVED, kept, step, "it is quantised, and what is stored changed")
         kept.idle = -LOOKS * LATER if moved else kept.idle + graded
         if kept.idle >= LOOKS:
-            what = "it has a gradient, no optimizer, and does not move"
-            self._tell(AuditKind.NOT_IN_OPTIMIZER, kept, look.step, what)
+            self._tell(AuditKind.NOT_IN_OPTIMIZER, kept, step, "it has a gradient, no optimizer, and does not move")
 
     # -- what is reported ---------------------------------------------------------------------------------------------
 
-    def _sum(self, step: int, numbers: Iterable[int], samples: Iterable[Tensor]) -> None:
-        if not self._number:
-            return
-        if not self._news["checksums"] or self._news["checksums"][-1][0] != step:
-            self._news["checksums"].append([step, {}])
-        for i, t in zip(numbers, samples, strict=True):
-            if i in self._number:
-                self._news["checksums"][-1][1][self._number[i]] = zlib.crc32(
-                    t.contiguous().view(torch.uint8).numpy().data
-                )
+    def _sum(self, step: int, some: Iterable[_Kept], samples: Iterable[Tensor]) -> None:
+        sums = {
+            kept.number: zlib.crc32(t.contiguous().view(torch.uint8).numpy().data)
+            for kept, t in zip(some, samples, strict=True)
+            if kept.number
+        }
+        checksums = self._news["checksums"]
+        if checksums and checksums[-1][0] == step:
+            checksums[-1][1].update(sums)
+        elif sums:
+            checksums.append([step, sums])
 
     def _tell(self, kind: AuditKind, kept: _Kept | None, step: int, what: str, *, everywhere: bool = False) -> None:
         name = kept.held.name if kept is not None else ""
-        if (kind, name) in self._told:
-            return
-        self._told.add((kind, name))
-        found = Finding(kind=kind, parameter=name, rank=self._rank, step=step, what=what)
-        self._news["everywhere" if everywhere else "findings"].append(found.to_dict())
+        if (kind, name) not in self._told:
+            self._told.add((kind, name))
+            found = AuditFinding(kind=kind, parameter=name, rank=self._rank, step=step, what=what)
+            self._news["everywhere" if everywhere else "findings"].append(found.to_dict())
 
     def report(self) -> dict[str, Any]:
         """What is new, as an `AuditLog` takes it; empty if nothing is."""
@@ -368,19 +362,6 @@ def _sample(t: Tensor, step: int) -> Tensor:
     return t.as_strided((RUNS, RUN), (stride, 1), t.storage_offset() + step * 7919 % (stride - RUN)).reshape(-1)
 
 
-def _by_dtype(samples: Iterable[tuple[int, Tensor]]) -> Iterable[tuple[list[int], list[Tensor]]]:
-    groups: dict[Any, tuple[list[int], list[Tensor]]] = {}
-    for i, t in samples:
-        numbers, tensors = groups.setdefault((t.dtype, t.device), ([], []))
-        numbers.append(i)
-        tensors.append(t)
-    return groups.values()
-
-
 def _constant(value: Any) -> Any:
     """A number as it is; a tensor as it is now."""
     return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _is_float(p: Tensor) -> bool:
-    return p.dtype.is_floating_point and p.element_size() > 1
