@@ -30,7 +30,7 @@ RUNS, RUN = 8, 16  # of neighbouring elements, in a look at a parameter: one lin
 WHOLE = 512  # elements of one that is looked at whole
 LOOKS = 3  # after which a finding is certain
 PERIOD = 5  # steps in which all parameters have their turn
-LATER, EVERY = 32, 4  # from this step on only a few are looked at, in each fourth step
+LATER, EVERY = 20, 4  # from this step on only a few are looked at, in each fourth step
 LEAST = 8  # parameters in a step
 SKIPPED_OF = (10, 16)  # so many updates were skipped, of so many
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -165,8 +165,8 @@ class UpdateAudit:
             look.absent = [g is None and n > 0 for g, n in whole]  # a rank that has no part of it agrees with all
             look.trained = [kept.trained for kept in look.kept]
             look.called = [kept.called == self._step or not n for kept, n in zip(look.kept, look.sizes, strict=True)]
-            asked = [kept.zero >= LOOKS - 1 and g is not None for kept, (g, _) in zip(look.kept, whole, strict=True)]
-            look.whole = [(g == 0).all() if ask else not n for ask, (g, n) in zip(asked, whole, strict=True)]
+            asked = (g if kept.zero >= LOOKS - 1 else None for kept, (g, _) in zip(look.kept, whole, strict=True))
+            look.whole = [not n if g is None else (g == 0).all() for g, n in zip(asked, look.sizes, strict=True)]
             self._looks.append(look)
 
     def end_step(self, *, updated: bool, backward: bool) -> None:
