@@ -15,37 +15,33 @@ from fsdp_lab.base.formatting import Table, plural
 WAITING = 256  # steps whose checksums are kept until all ranks have reported theirs
 
 
-class AuditKind(enum.StrEnum):
-    STUCK = "stuck"
-    LOW_PRECISION = "update lost in rounding"
-    NO_GRADIENT = "no gradient"
-    ZERO_GRADIENT = "gradient is zero"
-    FROZEN_MOVED = "frozen, and moves"
-    NOT_IN_OPTIMIZER = "in no optimizer"
-    TWICE = "updated twice"
-    BESIDE_ADAPTERS = "trained beside adapters"
-    REPLICAS_DIFFER = "replicas differ"
-    SKIPPED = "updates skipped"
+class AuditKind(enum.Enum):
+    """What is found, and what to do about it."""
+
+    STUCK = "stuck", "look at its group's learning rate, and whether the optimizer holds this tensor or a copy"
+    LOW_PRECISION = (
+        "update lost",
+        "keep fp32 parameters, and compute in lower precision by autocast or the wrapper; or raise the learning rate",
+    )
+    NO_GRADIENT = "no gradient", "look for a detach, a no_grad or an unused output behind its module; or freeze it"
+    ZERO_GRADIENT = "gradient is zero", "look for a factor behind it that is always zero; or freeze it"
+    FROZEN_MOVED = "frozen, and moves", "take it out of the optimizer, and set its gradient to None when it is frozen"
+    NOT_IN_OPTIMIZER = "in no optimizer", "give it to the optimizer, or freeze it"
+    TWICE = "updated twice", "give it to one optimizer, once"
+    BESIDE_ADAPTERS = "trained beside adapters", "freeze it; what is saved of adapters lacks it"
+    REPLICAS_DIFFER = (
+        "replicas differ",
+        "average its gradients, or wrap it with the rest; ranks that are to differ are watched with audit=False",
+    )
+    SKIPPED = "updates skipped", "look for gradients that are not finite; lower the scaler's init_scale, or use bf16"
+
+    @property
+    def text(self) -> str:
+        return self.value[0]
 
     @property
     def hint(self) -> str:
-        return _HINTS[self]
-
-
-_HINTS = {
-    AuditKind.STUCK: "look at its group's learning rate, and whether the optimizer holds this tensor or a copy",
-    AuditKind.LOW_PRECISION: "keep fp32 parameters and compute in the lower precision, by the mixed precision of the "
-    "wrapper or by autocast; or raise the learning rate",
-    AuditKind.NO_GRADIENT: "look for a detach, a no_grad or an unused output behind its module; or freeze it",
-    AuditKind.ZERO_GRADIENT: "look for a factor that is always zero behind it; or freeze it",
-    AuditKind.FROZEN_MOVED: "take it out of the optimizer, or set its gradient to None when it is frozen",
-    AuditKind.NOT_IN_OPTIMIZER: "give it to the optimizer, or freeze it",
-    AuditKind.TWICE: "give it to one optimizer, once",
-    AuditKind.BESIDE_ADAPTERS: "freeze it; it is not in what is saved of adapters",
-    AuditKind.REPLICAS_DIFFER: "average its gradients over the ranks, or wrap it together with the rest; "
-    "if the ranks are to differ, watch with audit=False",
-    AuditKind.SKIPPED: "look for gradients that are not finite; lower the scaler's init_scale, or use bf16",
-}
+        return self.value[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,17 +55,12 @@ class AuditFinding:
     step: int
     what: str
 
-    @property
-    def sentence(self) -> str:
-        name = f"{self.parameter}: " if self.parameter else ""
-        return f"{name}{self.what} (rank {self.rank}, step {self.step}); {self.kind.hint}"
-
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "kind": self.kind.name}
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Self:
-        return cls(**{**d, "kind": AuditKind(d["kind"])})
+        return cls(**{**d, "kind": AuditKind[d["kind"]]})
 
 
 class Audit(Sequence[AuditFinding]):
@@ -95,13 +86,11 @@ class Audit(Sequence[AuditFinding]):
             names = list(dict.fromkeys(f.parameter for f in own))
             if own:
                 more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-                ranks = ", ".join(map(str, sorted({f.rank for f in own})))
-                cells = (kind.value, ", ".join(names[:2]) + more, ranks, str(min(f.step for f in own)), own[0].what)
-                rows.append(cells)
-        notes = tuple(f"{kind.value}: {kind.hint}" for kind in AuditKind if any(f.kind is kind for f in self))
-        columns = ("found", "parameters", "ranks", "step", "what")
+                ranks, step = ", ".join(map(str, sorted({f.rank for f in own}))), str(min(f.step for f in own))
+                rows.append((kind.text, ", ".join(names[:2]) + more, ranks, step, own[0].what, kind.hint))
+        columns = ("found", "parameters", "ranks", "step", "what", "do")
         caption = f"{self._about}: {plural(len(self), 'finding')}"
-        return Table(columns=columns, rows=tuple(rows), caption=caption, notes=notes, left=frozenset(columns))
+        return Table(columns=columns, rows=tuple(rows), caption=caption, left=frozenset(columns))
 
     def __repr__(self) -> str:
         nothing = "nothing found" if self.done else "not audited; loops are that are watched by fsdp_lab.watch"
@@ -131,7 +120,7 @@ class AuditLog:
     def take(self, rank: int, report: Mapping[str, Any]) -> None:
         self.findings += map(AuditFinding.from_dict, report.get("findings", ()))
         for found in map(AuditFinding.from_dict, report.get("everywhere", ())):
-            said = self._everywhere.setdefault((found.kind, found.parameter), {})
+            said = self._everywhere.setdefault((found.kind.name, found.parameter), {})
             said[rank] = found
             if len(said) == self._world_size:
                 self.findings.append(max(said.values(), key=lambda f: f.step))

@@ -575,7 +575,7 @@ def test_findings_are_in_the_history_and_can_be_read(tmp_path: Path) -> None:
                 with watch.step():
                     loop.step(i)
     found, nothing = (run.audit() for run in fsdp_lab.History(path).runs())
-    assert len(found) == 4 and found.done and found.to_dict()["findings"][0]["kind"] == AuditKind.NOT_IN_OPTIMIZER
+    assert len(found) == 4 and found.done and found.to_dict()["findings"][0]["kind"] == "NOT_IN_OPTIMIZER"
     assert "2.weight, 2.bias and 2 more" in repr(found) and "give it to the optimizer" in found._repr_html_()
     assert not nothing and "not audited" in repr(nothing)
 

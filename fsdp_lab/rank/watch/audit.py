@@ -133,21 +133,18 @@ class UpdateAudit:
         if not self._stepped:
             self._look_at_strangers()
         self._stepped.append(optimizer)
-        by_dtype: dict[Any, list[tuple[_Kept, Tensor]]] = {}
+        by_dtype: dict[Any, tuple[list[_Kept], list[Tensor]]] = {}
         for kept in self._turn:
             if any(one is optimizer for one, _ in kept.owners):
                 t = _sample(kept.held.values(), self._step)
-                by_dtype.setdefault((t.dtype, t.device), []).append((kept, t))
+                some, samples = by_dtype.setdefault((t.dtype, t.device), ([], []))
+                some.append(kept)
+                samples.append(t)
             if sum(any(one is owner for one in self._stepped) for owner, _ in kept.owners) > 1:
                 self._tell(AuditKind.TWICE, kept, self._step, "two optimizers update it in one step")
         self._open[id(optimizer)] = [
-            _Look(
-                step=self._step,
-                kept=[kept for kept, _ in some],
-                sizes=[t.numel() for _, t in some],
-                before=torch.cat([t for _, t in some]),
-            )
-            for some in by_dtype.values()
+            _Look(step=self._step, kept=some, sizes=[t.numel() for t in samples], before=torch.cat(samples))
+            for some, samples in by_dtype.values()
         ]
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
@@ -298,8 +295,12 @@ class UpdateAudit:
         if kept.zero and "bias" in kept.held.name.rpartition(".")[2]:
             return  # symmetry may make it so
         if max(kept.without, kept.zero) >= LOOKS - 1 and kept.hook is None:
-            note: Any = torch.compiler.disable(lambda *_: self._note_call(kept))  # type: ignore[no-untyped-call]
-            kept.hook = kept.held.module.register_forward_pre_hook(note)
+
+            def note(*_: Any) -> None:
+                kept.called = self._step if torch.is_grad_enabled() else kept.called
+
+            hook: Any = torch.compiler.disable(note)  # type: ignore[no-untyped-call]
+            kept.hook = kept.held.module.register_forward_pre_hook(hook)
         if not look.called[at]:
             return  # what is never called needs no gradient
         if kept.without >= LOOKS:
@@ -307,10 +308,6 @@ class UpdateAudit:
         elif kept.zero >= LOOKS and look.whole[at]:
             everywhere = len(kept.held.replicas) < 2 and self._world_size > 1  # other ranks have other parts
             self._tell(AuditKind.ZERO_GRADIENT, kept, look.step, "its whole gradient is zero", everywhere=everywhere)
-
-    def _note_call(self, kept: _Kept) -> None:
-        if torch.is_grad_enabled():
-            kept.called = self._step
 
     def _judge_stranger(self, kept: _Kept, step: int, *, moved: bool, graded: bool) -> None:
         if moved and not kept.is_float:
@@ -322,11 +319,8 @@ class UpdateAudit:
     # -- what is reported ---------------------------------------------------------------------------------------------
 
     def _sum(self, step: int, some: Iterable[_Kept], samples: Iterable[Tensor]) -> None:
-        sums = {
-            kept.number: zlib.crc32(t.contiguous().view(torch.uint8).numpy().data)
-            for kept, t in zip(some, samples, strict=True)
-            if kept.number
-        }
+        pairs = ((kept.number, t.contiguous()) for kept, t in zip(some, samples, strict=True) if kept.number)
+        sums = {number: zlib.crc32(t.view(torch.uint8).numpy().data) for number, t in pairs}
         checksums = self._news["checksums"]
         if checksums and checksums[-1][0] == step:
             checksums[-1][1].update(sums)
