@@ -115,6 +115,7 @@ class AuditLog:
         self._sums: dict[int, dict[int, Mapping[str, int]]] = {}  # step -> rank -> number -> checksum
         self._equal: set[str] = set()  # numbers of those that were equal once
         self._different: set[str] = set()
+        self._copies = False  # all that no wrapper keeps equal was so before the first step: parts of pipelines are not
         self._everywhere: dict[tuple[str, str], dict[int, AuditFinding]] = {}
 
     def take(self, rank: int, report: Mapping[str, Any]) -> None:
@@ -140,8 +141,10 @@ class AuditLog:
                 other = next((r for r in ranks if sums[r].get(i, sums[ranks[0]].get(i)) != sums[ranks[0]].get(i)), None)
                 if other is None:
                     self._equal.add(i)
-                elif i in self._equal or certain:
+                elif certain or (i in self._equal and (self._copies or "lora" in name.lower())):
                     self._different.add(i)
                     what = f"its values on rank {other} are not those on rank {ranks[0]}"
                     at, kind = max(step, 0), AuditKind.REPLICAS_DIFFER
                     yield AuditFinding(kind=kind, parameter=name, rank=other, step=at, what=what)
+        if step < 0:
+            self._copies = all(i in self._equal for i in sums[0] if not self._replicated[0][int(i)][2])

@@ -480,10 +480,10 @@ def adapters_beside_shards(how: str) -> Make:
 
 
 def experts_of_each_rank() -> Loop:
-    """Not sharded, and other ones on each rank from the beginning."""
+    """Not sharded, and other ones on each rank from the beginning, though their biases begin equal."""
     model = mlp()
+    model[0].bias.data.zero_()
     nn.init.normal_(model[0].weight, generator=torch.Generator().manual_seed(dist.get_rank()))
-    nn.init.constant_(model[0].bias, dist.get_rank())
     fully_shard(model, ignored_params=set(model[0].parameters()))
     return own_data(model, adamw(model))
 

@@ -314,6 +314,7 @@ class Watch:
             with torch.no_grad():
                 call(self._audit)
         except Exception as e:
+            self._audit.close()
             self._audit, self._audit_ended = None, f"The audit ended by an error of its own: {first_line(e)}"
 
     def _enter(self, given: _Given, part: str) -> None:
@@ -404,6 +405,7 @@ class Watch:
         self.steps += 1
         self._ledger_due = self._ledger_due and not ledger
         if not self._meter.runs_behind:
+            self._audited(UpdateAudit.read)
             self._make_events()
         elif time.perf_counter() - self._read_s > READ_EVERY_S:
             self._read_all(wait=True)
@@ -413,6 +415,8 @@ class Watch:
     def _read_all(self, *, wait: bool) -> None:
         if self._ended:
             self._meter.pause(wait=wait)
+            if wait:
+                self._audited(UpdateAudit.read)
             self._make_events()
         self._read_s = time.perf_counter()
 
@@ -420,7 +424,6 @@ class Watch:
         ended, self._ended = self._ended, []
         for one in ended:  # if one cannot be read, those before it still go out
             self._waiting.append(self._event(*one).to_dict())
-        self._audited(UpdateAudit.read)
         if time.perf_counter() - self._published_s >= PUBLISH_EVERY_S:
             self._publish({})
 
