@@ -33,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--history", default="", metavar="FILE", help="where it is stored (default: as fsdp-lab history)"
     )
+    parser.add_argument(
+        "--no-audit", action="store_true", help="do not look whether the updates are what they should be"
+    )
     parser.add_argument("--report-to", default="", metavar="TRACKER", help="as of fsdp-lab run")
     parser.add_argument("command", nargs="*", metavar="COMMAND", help="such as torchrun --nproc-per-node 2 train.py")
 
@@ -51,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         Reporter(args.report_to, field="--report-to").checked()
     site = Path(__file__).parents[1] / "runs" / "site"
     options = {"listen": args.listen, "ledger": not args.no_ledger, "title": args.title, "history": args.history}
-    options["report_to"] = args.report_to
+    options |= {"audit": not args.no_audit, "report_to": args.report_to}
     with tempfile.TemporaryDirectory(prefix="fsdp_lab_watch_") as folder:
         path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH", ""))))
         asked = json.dumps({"folder": folder, **options})  # `fsdp_lab.runs.attach.AttachOptions`
@@ -86,7 +89,9 @@ def told(said: Sequence[Mapping[str, Any]], history: str | None) -> list[str]:
         first, steps = ranks[0], max(one["steps"] for one in ranks)
         what = f"{plural(steps, 'step')} of {first['model']} under {first['backend']}"
         lines.append(f"watched {what} on {plural(first['world_size'], 'rank')}; fsdp-lab history show {run}")
-        lines += [stored.blame().sentence for stored in History(history).runs() if stored.id == run]
+        for stored in (one for one in History(history).runs() if one.id == run):
+            lines.append(stored.blame().sentence)
+            lines += repr(stored.audit()).splitlines() if stored.audit() else []
         if any(one["state"] == "watching" for one in ranks):
             lines.append(
                 "a rank ended without Python's own end, as by a signal or os._exit; its last steps may be missing"

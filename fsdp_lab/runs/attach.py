@@ -69,6 +69,7 @@ class AttachOptions:
     folder: str = ""
     listen: bool = False
     ledger: bool = True
+    audit: bool = True
     title: str = ""
     history: str = ""
     report_to: str = ""
@@ -260,7 +261,7 @@ class Attachment:
         clock = ClockOffset(0.0, 0.0) if one_host else ClockOffset()  # processes of a host have one clock
         host = dataclasses.replace(host, run=run, clock=clock)
         recorder.serve(host)
-        return Watch(module, optimizers, host, title=self._options.title)
+        return Watch(module, optimizers, host, title=self._options.title, audit=self._options.audit)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

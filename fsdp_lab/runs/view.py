@@ -19,6 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import psutil
 
+from fsdp_lab.base.audit import Audit, AuditFinding
 from fsdp_lab.base.errors import ArgumentError, Cause
 from fsdp_lab.base.formatting import Table
 from fsdp_lab.base.generation import Completion
@@ -190,10 +191,18 @@ class RunView(Protocol):
     def environment(self) -> Mapping[str, Any]: ...
     @property
     def early_stopping(self) -> EarlyStopping: ...
+    def audit(self) -> Audit: ...
 
 
 class RunQueries:
-    """Tables, figures, timelines and exports of a run. A mixin for classes that are a `RunView`."""
+    """Tables, figures, timelines and exports of a run. A mixin for classes that are a `RunView`. `findings`: of the audit of
+    a watched loop; None: there is none."""
+
+    findings: Sequence[AuditFinding] | None = None
+
+    def audit(self) -> Audit:
+        """What is wrong with the updates of a watched loop, by parameter, rank and step, as far as it was seen until now."""
+        return Audit(self.findings, f"audit of {self!r}")
 
     @property
     def early_stopping(self: RunView) -> EarlyStopping:

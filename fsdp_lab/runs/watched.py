@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
+from fsdp_lab.base.audit import AuditFinding, AuditLog
 from fsdp_lab.base.errors import Cause
 from fsdp_lab.base.hang import LoopPlace, LoopRank, cause_in_loop
 from fsdp_lab.cluster import RankHung
@@ -32,6 +33,7 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
         self.started_unix_s = float(begin["started_unix_s"])
         self.ended_unix_s: float | None = None
         self.events = EventStore()
+        self._audit: AuditLog | None = None
         device = {name: begin[name] for name in ("device_name", "software")}
         self.environment: Mapping[str, Any] = fingerprint([device] * self.spec.world_size)
         self.reporter = Reporter(begin.get("report_to"))  # whoever records the run may replace it
@@ -48,6 +50,9 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
         begin, end = message.get("begin"), message.get("end")
         if begin is not None:
             self._notes = tuple(dict.fromkeys([*self._notes, *begin["notes"]]))
+        if "audit" in message:
+            self._audit = self._audit or AuditLog(self.spec.world_size)
+            self._audit.take(int(message["rank"]), message["audit"])
         self.events.add(message["events"], self._notes)
         if end is not None:
             self._notes = tuple(dict.fromkeys([*self._notes, *end["notes"]]))
@@ -83,6 +88,10 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
     @property
     def notes(self) -> tuple[str, ...]:
         return (*self._notes, *self.reporter.notes)
+
+    @property
+    def findings(self) -> tuple[AuditFinding, ...] | None:  # type: ignore[override]
+        return None if self._audit is None else tuple(self._audit.findings)
 
     @property
     def step(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed as dist, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.nn.modules import module as modules
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
@@ -25,6 +26,7 @@ from fsdp_lab.backends.fsdp2 import FSDP2Tensors
 from fsdp_lab.backends.wrapping import name_flat_units, name_fsdp1_unit, name_fsdp2_unit
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.events import ROOT, Role
+from fsdp_lab.engine.buffer import sharded_form
 from fsdp_lab.engine.hooks import unit_hooks
 from fsdp_lab.models.wrapping import blocks
 from fsdp_lab.spec.loops import WatchedLoop
@@ -45,6 +47,38 @@ class Setup:
     groups: Sequence[dist.ProcessGroup] = ()
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeldParameter:
+    """A parameter of the model, as this rank holds it between steps: the whole, or its shard, or a range of a flat one.
+
+    `holder`: the tensor that knows whether it is trained, and has its gradient. `ids`: of what stands for it in an
+    optimizer. `replicas`: ranks with the same values, with this one; (): none. `synchronised`: its wrapper keeps them so.
+    """
+
+    name: str
+    module: nn.Module  # to which it belongs
+    holder: Any
+    ids: tuple[int, ...]
+    start: int = 0  # in the holder, flat
+    stop: int | None = None
+    replicas: tuple[int, ...] = ()
+    synchronised: bool = False
+
+    def values(self) -> Tensor:
+        return self._own(local_tensor(self.holder))
+
+    def gradient(self) -> Tensor | None:
+        """As the optimizer sees it, but dense, or None. Call it beside an optimizer's step."""
+        own = sharded_form(self.holder)  # whose `.grad` is for optimizers: to ask for it counts as a use
+        grad = self.holder.grad if own is None else own.gradients.gradient(own.number)
+        if grad is None or grad.layout is not torch.strided:
+            return None if grad is None else grad.to_dense()
+        return self._own(local_tensor(grad))
+
+    def _own(self, t: Tensor) -> Tensor:
+        return t if self.stop is None else t.view(-1)[self.start : self.stop]
 
 
 class PlainModel(Measured):
@@ -84,7 +118,9 @@ class PlainModel(Measured):
         return self.module.parameters()
 
     def _gradients(self) -> Iterator[Tensor]:
-        return (p.grad for p in self.module.parameters() if p.grad is not None)
+        """Without sparse ones."""
+        grads = (p.grad for p in self.module.parameters())
+        return (g for g in grads if g is not None and g.layout is torch.strided)
 
     def _states(self) -> Iterator[Tensor]:
         states = (state for optimizer in self.optimizers for state in optimizer.state.values())
@@ -107,6 +143,25 @@ class PlainModel(Measured):
     def parameter_ids(self) -> set[int]:
         """Of what an optimizer may be given."""
         return {id(p) for p in self.module.parameters()}
+
+    def held(self) -> list[HeldParameter]:
+        """Its parameters, frozen ones too, in the same order on every rank. Call it between steps."""
+        world = tuple(range(dist.get_world_size())) if dist.is_initialized() and dist.get_world_size() > 1 else ()
+        groups, held = self._replicating(), list[HeldParameter]()
+        for path, p in self.module.named_parameters():
+            owner = self.module.get_submodule(path.rpartition(".")[0])
+            group = groups.get(id(p))
+            replicas = world if id(p) not in groups else tuple(dist.get_process_group_ranks(group)) if group else ()
+            name = original_name(path.removeprefix("module.") if self.backend == "ddp" else path)
+            held += self._held(name, owner, p, replicas=replicas, synchronised=group is not None)
+        return held
+
+    def _held(self, name: str, module: nn.Module, p: Any, **shared: Any) -> list[HeldParameter]:
+        return [HeldParameter(name=name, module=module, holder=p, ids=(id(p),), **shared)]
+
+    def _replicating(self) -> dict[int, dist.ProcessGroup | None]:
+        """By the id of each parameter that the wrapper takes care of: the group in which it keeps copies equal, if any."""
+        return {}
 
     def name_units(self, context: WireContext) -> None:
         """Tells the wire the unit of each collective from now on."""
@@ -145,6 +200,11 @@ class FoundDDP(PlainModel):
         group: Any = self.module.process_group
         return dataclasses.replace(super().setup(), groups=[group])
 
+    def _replicating(self) -> dict[int, dist.ProcessGroup | None]:
+        ddp: Any = self.module
+        own = (p for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore)
+        return dict.fromkeys(map(id, own), ddp.process_group)
+
     def resident_bytes(self) -> int:
         """The buckets."""
         return sum(p.nbytes for p in self.module.parameters() if p.requires_grad)
@@ -171,6 +231,14 @@ class FoundFSDP2(FSDP2Tensors, PlainModel):
             compute=mp and mp.param_dtype,
             reduce=mp and (mp.reduce_dtype or mp.param_dtype),
         )
+
+    def _replicating(self) -> dict[int, dist.ProcessGroup | None]:
+        found: dict[int, dist.ProcessGroup | None] = {}
+        for group in fsdp2._param_groups(self.module):
+            info = group.mesh_info
+            copies = None if info.replicate_mesh_dim is None else info.replicate_process_group
+            found |= dict.fromkeys((id(p.sharded_param) for p in group.fsdp_params), copies)
+        return found
 
     def name_units(self, context: WireContext) -> None:
         for name, m in reversed([*self.module.named_modules()]):  # of a unit's modules the first names it
@@ -200,6 +268,27 @@ class FoundFSDP1(FSDP1Tensors, PlainModel):
             compute=mixed.param_dtype,
             reduce=mixed.reduce_dtype or mixed.param_dtype,
         )
+
+    def _held(self, name: str, module: nn.Module, p: Any, **shared: Any) -> list[HeldParameter]:
+        """A flat parameter holds a range of each original one."""
+        if not isinstance(p, FlatParameter):
+            return super()._held(name, module, p, **shared)
+        held, infos = list[HeldParameter](), list[Any](p._shard_param_infos)
+        for part, of, info in zip(p._fqns, p._param_infos, infos, strict=True):
+            start, length = (info.offset_in_shard, info.numel_in_shard) if info.in_shard else (0, 0)
+            shared |= {"start": start, "stop": start + length}
+            held += super()._held(name.removesuffix("_flat_param") + original_name(part), of.module, p, **shared)
+        return held
+
+    def _replicating(self) -> dict[int, dist.ProcessGroup | None]:
+        found: dict[int, dist.ProcessGroup | None] = {}
+        units: list[Any] = FullyShardedDataParallel.fsdp_modules(self.module)
+        for unit in (unit for unit in units if unit._handle is not None):
+            whole = not unit._handle.uses_sharded_strategy
+            copies = unit.process_group if whole else getattr(unit, "_inter_node_pg", None)
+            flat = unit._handle.flat_param
+            found |= dict.fromkeys(map(id, (flat, *(flat._params or ()))), copies)
+        return found
 
     def whole_parameters(self) -> int:
         flat = {id(p) for h in self._handles() for p in (h.flat_param, *(h.flat_param._params or ()))}
@@ -239,6 +328,16 @@ class FoundFlat(FlatTensors, PlainModel):
         """Parameters that were left out of it."""
         inside = self._sharded_ids()
         return [p for p in self.module.parameters() if id(p) not in inside]
+
+    def _held(self, name: str, module: nn.Module, p: Any, **shared: Any) -> list[HeldParameter]:
+        sharded: Any = sharded_form(p)
+        if sharded is None:
+            return super()._held(name, module, p, **shared)
+        region = sharded.flat.for_optimizer(sharded.number)[0]
+        return [HeldParameter(name=name, module=module, holder=sharded, ids=(id(sharded), id(region)), **shared)]
+
+    def _replicating(self) -> dict[int, dist.ProcessGroup | None]:
+        return {id(s.sharded): s.sharded.flat.mesh.replicate_group for s in engine.shards_of(self.module)}
 
     def _sharded_ids(self) -> set[int]:
         return {id(p) for s in engine.shards_of(self.module) for p in (s.param, s.sharded)}

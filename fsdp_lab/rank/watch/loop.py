@@ -34,6 +34,7 @@ from fsdp_lab.rank.abort import INTERRUPTED, first_line
 from fsdp_lab.rank.measure import StepMeter, StepReader, device_name, fidelity_notes, software
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset, compare_clocks
+from fsdp_lab.rank.watch.audit import UpdateAudit
 from fsdp_lab.rank.watch.found import FlopCount, can_count, find
 from fsdp_lab.wire import RankAborted, Wire, WireContext
 
@@ -119,6 +120,7 @@ class Watch:
         trace_every: int = TRACE_EVERY,
         hang_s: float | None = None,
         report_to: str | Sequence[str] | None = None,
+        audit: bool = True,
     ) -> None:
         """`report_to`: trackers to which whoever receives its messages is to report."""
         for name, value in (("tokens", tokens), ("ledger_every", ledger_every), ("trace_every", trace_every)):
@@ -149,6 +151,8 @@ class Watch:
         self._clock = host.clock
         self._guard = contextlib.ExitStack()
         self._ledger_due, self._skipped = True, 0
+        self._audits, self._audit_ended = audit, ""
+        self._audit: UpdateAudit | None = None
         for one in self._found.optimizers:
             self._check(one)
 
@@ -202,6 +206,7 @@ class Watch:
                 steps = f"{self._skipped} step{'s' * (self._skipped != 1)}"
                 where = f"on rank {self._host.info.rank}"
                 notes.append(f"{steps} without a backward and without optimizer.step() {where}: not recorded.")
+            notes += [self._audit_ended] if self._audit_ended else []
             end = {"state": state, "reason": reason, "notes": notes, "place": place, "steps": self._host.progress.steps}
             end["own"] = error is not None and not isinstance(error, RankAborted)
             end["generates"] = any(frame.name == "generate" for frame in frames)
@@ -218,6 +223,9 @@ class Watch:
             self._found.name_units(self._context)
         self._meter = StepMeter(self._found, self._context, self._info, offload=offload)
         self._loop = self._found.describe(host.info.world_size, self._title)
+        if self._audits and device.type != "meta":
+            self._audit = UpdateAudit(self._found, host.info.rank, host.info.world_size)
+            self._audited(UpdateAudit.begin)
         self._install()
         device = self._info.device
         begin = {"loop": self._loop.to_dict(), "notes": list(self._notes()), "started_unix_s": time.time()}
@@ -232,6 +240,8 @@ class Watch:
             handle.remove()
         self._handles = []
         self._context.set_unit("")
+        if self._audit is not None:
+            self._audit.close()
 
     def _agree(self) -> str:
         """Rank 0's choice of a name for the run, eight hex digits; collective."""
@@ -258,6 +268,7 @@ class Watch:
         self._handles += [root.register_forward_pre_hook(before), root.register_forward_hook(after)]
         for optimizer in self._found.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(lambda one, *_: self._before_update(one)))
+            self._handles.append(optimizer.register_step_post_hook(lambda one, *_: self._after_update(one)))
 
     def replace(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """The loop goes on with these, of which one has stepped just now."""
@@ -265,6 +276,7 @@ class Watch:
         self._found.optimizers = list(optimizers)
         for one in added:
             self._handles.append(one.register_step_pre_hook(lambda one, *_: self._before_update(one)))
+            self._handles.append(one.register_step_post_hook(lambda one, *_: self._after_update(one)))
             self._before_update(one)
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
@@ -304,6 +316,22 @@ class Watch:
             self._meter.before_update()
         if not optimizer.state:  # it is about to be made
             self._meter.forget_optimizer()
+        self._audited(lambda audit: audit.before(optimizer))
+
+    def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._given is not None:
+            self._audited(lambda audit: audit.after(optimizer))
+
+    def _audited(self, call: Callable[[UpdateAudit], None]) -> None:
+        """An error of the audit ends the audit, and not the loop."""
+        if self._audit is None:
+            return
+        try:
+            with torch.no_grad():
+                call(self._audit)
+        except Exception as e:
+            self._audit.close()
+            self._audit, self._audit_ended = None, f"The audit ended by an error of its own: {first_line(e)}"
 
     def _enter(self, given: _Given, part: str) -> None:
         """A step may have a part several times."""
@@ -340,6 +368,7 @@ class Watch:
         given = self._given = _Given(tokens=tokens if tokens is not None else self._tokens or 0)
         self._host.progress.steps += 1
         self._host.progress.place = LoopPlace.STEP
+        self._audited(lambda audit: audit.begin_step(self.steps, active=not ledger))
         try:
             if traced and self._meter.runs_behind:
                 self._read_all(wait=True)
@@ -351,6 +380,7 @@ class Watch:
                     self._meter.after_update()
                 elif not self._found.optimizers:
                     self._meter.before_update()
+                self._audited(lambda audit: audit.end_step(updated=given.updated, backward=given.backward))
             self._context.check()
             self._end(given, ledger=ledger)
             self._host.progress.place = LoopPlace.BETWEEN  # after a failure it stays where that was
@@ -430,6 +460,7 @@ class Watch:
         self.steps += 1
         self._ledger_due = self._ledger_due and not ledger
         if not self._meter.runs_behind:
+            self._audited(UpdateAudit.read)
             self._make_events()
         elif time.perf_counter() - self._read_s > READ_EVERY_S:
             self._read_all(wait=True)
@@ -439,6 +470,8 @@ class Watch:
     def _read_all(self, *, wait: bool) -> None:
         if self._ended:
             self._meter.pause(wait=wait)
+            if wait:
+                self._audited(UpdateAudit.read)
             self._make_events()
         self._read_s = time.perf_counter()
 
@@ -468,6 +501,8 @@ class Watch:
     def _publish(self, what: dict[str, Any]) -> None:
         events, self._waiting = self._waiting, []
         self._published_s = time.perf_counter()
+        if self._audit is not None and (report := self._audit.report()):
+            what = {**what, "audit": report}
         self._host.publish({"run": self.run, "rank": self._host.info.rank, "events": events, **what})
 
 

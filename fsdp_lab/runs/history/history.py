@@ -23,6 +23,7 @@ from typing import Any, TypeVar, overload
 
 import platformdirs
 
+from fsdp_lab.base.audit import AuditFinding
 from fsdp_lab.base.errors import ArgumentError, Cause, FieldError, check_whole, is_number
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.base.formatting import Table, count
@@ -65,6 +66,8 @@ class StoredRun(RunQueries):
         self.environment: dict[str, Any] = json.loads(row["environment"])
         cause = self.environment.pop("cause", None)  # beside it, so that files of before can be read
         self.cause = Cause(cause) if cause else None
+        audit = self.environment.pop("audit", {"done": False})
+        self.findings = tuple(map(AuditFinding.from_dict, audit["findings"])) if audit["done"] else None
         self.notes: tuple[str, ...] = tuple(json.loads(row["notes"]))
         kernel = Identity(pid=row["pid"], born=row["born"])
         if not self.state.over and not kernel_alive(row["host"], kernel, row["seen_unix_s"]):

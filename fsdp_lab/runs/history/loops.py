@@ -42,6 +42,7 @@ def watch(
     ledger_every: int | None = None,
     trace_every: int = TRACE_EVERY,
     hang_s: float | None = None,
+    audit: bool = True,
     history: History | str | os.PathLike[str] | bool = True,
     report_to: Any = None,
 ) -> Watch:
@@ -74,6 +75,8 @@ def watch(
         trace_every: record the timeline of each n-th step.
         hang_s: how long a collective of the loop may wait for a rank before the loop is ended, with the rank named, and the
             cause where it is a known one; None: as long as the lab's, `Lab(hang_s=...)`.
+        audit: look whether the updates are what they should be: what is trained moves, what is frozen stays, replicas are
+            equal. Read the findings by `run.audit()`.
         history: where events are stored outside of a lab: True in the default file, a path, or False.
         report_to: as of `Lab.run`. Rank 0 reports; on the ranks of a lab its kernel does, under its own environment.
 
@@ -104,6 +107,7 @@ def watch(
         trace_every=trace_every,
         hang_s=hang_s,
         report_to=sent,
+        audit=audit,
     )
 
 

@@ -186,7 +186,8 @@ class RunWriter:
         new, cursor = self.run.events.since(self._cursor)
         rows = list(enumerate(new, cursor - len(new)))
         now_s = time.monotonic()
-        state = (self.run.state, self.run.reason, len(self.run.switches), self.run.notes, self.run.environment, over)
+        told = (len(self.run.switches), self.run.notes, self.run.environment, len(self.run.audit()))
+        state = (self.run.state, self.run.reason, *told, over)
         if not rows and state == self._written and now_s - self._seen_s < SEEN_S:
             return
         self._hold(rows)
@@ -279,7 +280,7 @@ def _row(run: RunView) -> dict[str, Any]:
         "started_unix_s": run.started_unix_s,
         "ended_unix_s": run.ended_unix_s,
         "notes": json.dumps(list(run.notes)),
-        "environment": json.dumps({**run.environment, "cause": run.cause}),
+        "environment": json.dumps({**run.environment, "cause": run.cause, "audit": run.audit().to_dict()}),
     }
 
 
