@@ -11,6 +11,7 @@ script: it becomes a note, and the watch is over."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import json
@@ -51,6 +52,7 @@ from fsdp_lab.runs.history.loops import LoopRecorder
 from fsdp_lab.runs.trackers import Reporter
 
 OPTIONS = "FSDP_LAB_WATCH"  # the variable that has the `AttachOptions` of one command, as JSON
+SAY_EVERY_S = 1.0
 _STORED = "fsdp_lab/attached"  # a key of the process group's store
 _REPLACED = (
     "",
@@ -111,7 +113,7 @@ class Attachment:
     def __init__(self, options: AttachOptions) -> None:
         self._options = options
         self._state = AttachState.LOOKING
-        self._said = Attached(pid=os.getpid())
+        self._said, self._said_s = Attached(pid=os.getpid()), 0.0
         self._thread = threading.get_ident()  # whose training is watched
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._roots: list[weakref.ref[nn.Module]] = []  # outermost modules that were called with gradients
@@ -123,9 +125,7 @@ class Attachment:
         self._step: AbstractContextManager[None] | None = None
         self._watched: Sequence[Optimizer] = ()
         self._updated: Optimizer | None = None  # the last one, if no forward came since
-        self._followed: weakref.WeakSet[Optimizer] = (
-            weakref.WeakSet()
-        )  # after which others step before the next forward
+        self._followed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # by others, before the next forward
         self._losses: list[tuple[Tensor, float]] = []  # of micro-batches, and by what each was divided last
         self._scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # a loss with a GradScaler's scale, and without
         self._evaluates_since: float | None = None
@@ -278,7 +278,8 @@ class Attachment:
             is_mean = len(losses) > 1 and round(divisor) == len(losses)  # over the micro-batches
             self._watch.loss(loss * divisor if is_mean else loss)
         step.__exit__(None, None, None)
-        self._say(steps=self._watch.steps)
+        if time.monotonic() - self._said_s > SAY_EVERY_S:
+            self._say(steps=self._watch.steps)
 
     def _next_step(self) -> None:
         self._end_step()
@@ -370,19 +371,23 @@ class Attachment:
         """The training is over. What came after its last update is left out."""
         if self._said.pid != os.getpid() or self._state is AttachState.OVER:
             return
-        watch, step, was = self._watch, self._step, self._state
-        if was is AttachState.WATCHING and watch is not None and step is not None:
-            try:
-                if error is None and self._updated is not None and self._updated in self._unended:
-                    self._end_step()
-                else:
-                    left = GeneratorExit()
-                    step.__exit__(GeneratorExit, left, None)
-                watch.__exit__(*((None, None, None) if error is None else (type(error), error, error.__traceback__)))
-            except Exception as e:
-                self._give_up(e)
+        try:
+            if self._state is AttachState.WATCHING:
+                self._leave(error)
+        except Exception as e:
+            self._give_up(e)
         self._state = AttachState.OVER
-        self._say(steps=watch.steps if watch is not None else 0)
+        self._say(steps=0 if self._watch is None else self._watch.steps)
+
+    def _leave(self, error: BaseException | None) -> None:
+        if self._watch is None:
+            return
+        if error is None and self._updated is not None and self._updated in self._unended:
+            self._end_step()
+        elif self._step is not None:
+            step, self._step = self._step, None
+            step.__exit__(GeneratorExit, GeneratorExit(), None)
+        self._watch.__exit__(*((None, None, None) if error is None else (type(error), error, error.__traceback__)))
 
     def _safely(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Of ours, where the script is: an error ends the watch alone. One that tells of another rank's is the script's."""
@@ -408,9 +413,12 @@ class Attachment:
         original(code)
 
     def _give_up(self, why: Exception) -> None:
-        self._state = AttachState.OVER
+        was, self._state = self._state, AttachState.OVER
         sentence = str(why) if isinstance(why, ArgumentError) else f"{type(why).__name__}: {why}"
         self.note(f"It was not watched further: {sentence}")
+        if was is AttachState.WATCHING:
+            with contextlib.suppress(Exception):
+                self._leave(why)
 
     def _after_fork(self) -> None:
         if self._state is AttachState.WATCHING:  # the parent's
@@ -422,7 +430,7 @@ class Attachment:
         self._say(notes=[*self._said.notes, sentence])
 
     def _say(self, **fields: Any) -> None:
-        self._said = dataclasses.replace(self._said, state=self._state.value, **fields)
+        self._said, self._said_s = dataclasses.replace(self._said, state=self._state.value, **fields), time.monotonic()
         self._said.write(self._options.folder)
 
 
