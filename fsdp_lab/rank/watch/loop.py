@@ -273,7 +273,7 @@ class Watch:
     def replace(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """The loop goes on with these, of which one has stepped just now."""
         added = [one for one in optimizers if one not in self._found.optimizers]
-        self._found.optimizers = list(optimizers)
+        self._found.optimizers[:] = optimizers  # the audit has the same list
         for one in added:
             self._handles.append(one.register_step_pre_hook(lambda one, *_: self._before_update(one)))
             self._handles.append(one.register_step_post_hook(lambda one, *_: self._after_update(one)))
