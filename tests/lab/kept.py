@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdp_lab.base.audit import Audit
 from fsdp_lab.base.errors import Cause
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.runs import EventStore, RunState, Switch
@@ -25,6 +26,9 @@ class RecordedRun:
     notes: tuple[str, ...] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
     switches: list[Switch] = field(default_factory=list)
+
+    def audit(self) -> Audit:
+        return Audit(None, "")
 
 
 def told(spec: Spec, events: Iterable[Mapping[str, Any] | StepEvent], **more: Any) -> RecordedRun:

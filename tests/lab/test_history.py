@@ -481,6 +481,7 @@ SAMPLES = made(MemorySample, classes=made(RoleBytes))
 EVENTS = made(
     StepEvent, memory=made(Memory, at_peak=made(RoleBytes)), memory_curve=st.lists(SAMPLES, max_size=2).map(tuple),
     comm=st.dictionaries(st.sampled_from(["all_gather", "control", "ünbekannt"]), made(Traffic)),
+    late=st.lists(st.tuples(COUNTS, FLOATS), max_size=2).map(tuple), part_s=st.dictionaries(WORDS, FLOATS, max_size=2),
     spans=st.lists(SPANS, max_size=2).map(tuple), completions=st.lists(made(Completion), max_size=2).map(tuple),
     carriers=st.lists(made(Carrier), max_size=2).map(tuple),
 )  # fmt: skip
