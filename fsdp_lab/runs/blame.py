@@ -19,6 +19,7 @@ from fsdp_lab.base.events import StepEvent
 from fsdp_lab.base.formatting import Table, duration
 from fsdp_lab.runs.steps import Step
 
+WINDOW = 100  # the newest steps
 LEAST = 0.03  # of the time: less is nobody's fault
 _SURE = 2.5  # standard errors
 

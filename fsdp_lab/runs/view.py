@@ -27,7 +27,7 @@ from fsdp_lab.base.process import usable_cores
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.cluster.host_script import version
 from fsdp_lab.export import export_script, export_spec
-from fsdp_lab.runs.blame import Blame
+from fsdp_lab.runs.blame import WINDOW, Blame
 from fsdp_lab.runs.diagnosis import Diagnosis, diagnose
 from fsdp_lab.runs.evaluation import EarlyStopping, Evaluation
 from fsdp_lab.runs.steps import EventStore, Step
@@ -239,7 +239,7 @@ class RunQueries:
         """Known troubles that its steps, or its failure, show; () for none. See `fsdp_lab.runs.diagnosis`."""
         return diagnose(self.spec, self.events, self.cause)
 
-    def blame(self: RunView, last: int = 100) -> Blame:
+    def blame(self: RunView, last: int = WINDOW) -> Blame:
         """Where the time of the last steps went, by rank, and who makes the others wait."""
         return Blame.of(self.events.last_steps(last))
 
