@@ -631,10 +631,11 @@ class View {
   // JupyterLab may draw an output again when it moves it or the window changes, in a new view.
   keepRanges() {
     const before = this.reader.scene === this.scene ? this.reader.ranges : new Map();
-    this.ranges = new Map();
+    const drawn = [...this.byName].filter(([, m]) => m.type === "Range1d").map(([name, range]) => [name, range, extent(range)]);
+    this.ranges = new Map(drawn.map(([name, range, set]) => [name, { range, wanted: set, set }]));
     for (const [name, { range, wanted, set }] of [...before].filter(([, known]) => isMoved(known))) {
       const again = this.byName.get(name);
-      again.setv({ start: range.start, end: range.end });
+      again.setv(extent(range));
       this.ranges.set(name, { range: again, wanted, set });
     }
     Object.assign(this.reader, { scene: this.scene, ranges: this.ranges });
@@ -744,6 +745,10 @@ function nextFrame(run) {
   const once = () => done || ((done = true), run());
   requestAnimationFrame(once);
   setTimeout(once, HIDDEN_FRAME_MS);
+}
+
+function extent({ start, end }) {
+  return { start, end };
 }
 
 /** Whether somebody else has set a range since this view did. */
