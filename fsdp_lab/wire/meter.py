@@ -143,7 +143,7 @@ def late(collectives: Sequence[Collective], members: Mapping[str, Sequence[int]]
     members: ranks by group."""
     by_rank: dict[int, float] = {}
     for start, end, c in waits(collectives):
-        if (seconds := min(end, c.last[0]) - start) > 0:
+        if (seconds := min(end, c.last[0]) - start) > 0 and c.group in members:  # else it was closed meanwhile
             rank = members[c.group][c.last[1]]
             by_rank[rank] = by_rank.get(rank, 0.0) + seconds
     return by_rank
