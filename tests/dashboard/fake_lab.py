@@ -26,7 +26,7 @@ from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig
 from fsdp_lab.runs.recovery import CHECKPOINT, Incident, RecoveryPolicy, refitted
 from fsdp_lab.runs.saving import CheckpointConfig, SavedCheckpoint
 from fsdp_lab.runs.sweep import combine
-from fsdp_lab.runs.view import Request
+from fsdp_lab.runs.view import Request, RunQueries
 from fsdp_lab.spec.spec import Spec
 from tests.frames import Model, Step
 from tests.traces import traced
@@ -140,6 +140,8 @@ class FakeRun:
     """Makes a step of all ranks every `step_s` in a thread. With a `share` it stands aside after so many, as in a sweep."""
 
     diagnoses: tuple[Diagnosis, ...] = ()
+    audit = RunQueries.audit
+    findings = None
 
     def __init__(self, run_id: str, spec: Spec, *, steps: int | None, step_s: float, share: int | None = None,
                  before_step: Callable[[FakeRun], None] = lambda run: None, hosts: int = 1) -> None:  # fmt: skip
