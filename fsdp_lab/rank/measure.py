@@ -210,7 +210,7 @@ class StepMeter:
                 "host": self._context.host,
                 "across_bytes": across_bytes,
                 "across_s": across_s,
-                "late": tuple(self._context.late(collectives).items()),
+                "late": tuple(_late(collectives, self._context.members).items()),
                 "part_s": _by_part(parts, waits(collectives)),
             }
 
@@ -304,6 +304,17 @@ def _by_part(
         waited = sum(max(0.0, min(end, stop) - max(begin, start)) for start, stop, _ in stalls)
         seconds[name] = seconds.get(name, 0.0) + end - begin - waited
     return seconds
+
+
+def _late(collectives: Sequence[Collective], members: Callable[[str], Sequence[int]]) -> dict[int, float]:
+    """Seconds of exposed communication in which a rank had not issued the collective yet, by its number in the world.
+    members: of a group; () of one that was closed."""
+    by_rank: dict[int, float] = {}
+    for start, end, c in waits(collectives):
+        if (seconds := min(end, c.last[0]) - start) > 0 and (ranks := members(c.group)):
+            rank = ranks[c.last[1]]
+            by_rank[rank] = by_rank.get(rank, 0.0) + seconds
+    return by_rank
 
 
 def allocator_troubles(device: torch.device) -> tuple[int, int]:

@@ -43,7 +43,7 @@ from fsdp_lab.wire.channels import Channel, NotShared
 from fsdp_lab.wire.gpu_memory import DeviceMemory, GpuArena
 from fsdp_lab.wire.host_group import HostGroup
 from fsdp_lab.wire.link import Alarm, DroppedWork, Link, LinkDirection, pause_until
-from fsdp_lab.wire.meter import Collective, Meter, late
+from fsdp_lab.wire.meter import Collective, Meter
 from fsdp_lab.wire.nccl import Nccl, NcclGroup, NcclOutcome
 from fsdp_lab.wire.shared_memory import GpuGroup, SharedGroup, SharedWork, open_shared
 
@@ -315,10 +315,6 @@ class WireContext:
         self._recent.append(issued)
         meter.issued(issued)
         return issued
-
-    def late(self, collectives: Sequence[Collective]) -> dict[int, float]:
-        """See `meter.late`."""
-        return late(collectives, self._members)
 
     def track(self, issued: Collective, storages: Sequence[torch.UntypedStorage], inner: Any) -> None:
         """Remember an operation that has been started, and the storages that Gloo uses."""

@@ -1,6 +1,5 @@
 """`Meter`: the collectives that crossed the wire, and how long computing waited for them."""
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +44,7 @@ class Collective:
     end_s: float | None = None  # when its results were available; None if unknown
     waits: tuple[tuple[float, float], ...] = ()  # (from, to) in which a thread waited for it
     put: tuple[float, float] | None = None  # (from, to) in which its issue copied what others read: in shared memory
-    last: tuple[float, int] = (-math.inf, -1)  # when the last other rank issued it, and which of the group; -1: unknown
+    last: tuple[float, int] = (0.0, -1)  # when the last other rank issued it, and which of the group; -1: unknown
     link_end_s: float | None = None  # when the emulated link has carried it; None without one
     by_future: bool = False  # waited for in C++, where the wait is not visible: DDP's reducer
 
@@ -136,17 +135,6 @@ def waits(collectives: Sequence[Collective]) -> list[tuple[float, float, Collect
             apart.append((max(start, covered), end, c))
             covered = end
     return apart
-
-
-def late(collectives: Sequence[Collective], members: Mapping[str, Sequence[int]]) -> dict[int, float]:
-    """Seconds of exposed communication in which a rank had not issued the collective yet, by its number in the world.
-    members: ranks by group."""
-    by_rank: dict[int, float] = {}
-    for start, end, c in waits(collectives):
-        if (seconds := min(end, c.last[0]) - start) > 0 and c.group in members:  # else it was closed meanwhile
-            rank = members[c.group][c.last[1]]
-            by_rank[rank] = by_rank.get(rank, 0.0) + seconds
-    return by_rank
 
 
 def spans(collectives: Sequence[Collective], begin_s: float) -> list[Span]:

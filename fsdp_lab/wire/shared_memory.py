@@ -21,7 +21,6 @@ readers."""
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import threading
 import time
@@ -147,7 +146,7 @@ class SharedWork:
         """`word`: what entries of others are to be. `about`: its mark, in words."""
         self._group, self._word, self._about, self._finish, self._sources = group, word, about, finish, sources
         self._taken: Contents = {}
-        self.last = (-math.inf, -1)  # when the last of the other ranks has issued it, and which one
+        self.last = (0.0, -1)  # when the last of the other ranks has issued it, and which one
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Raises NotYet after the timeout, if it is not 0, and RuntimeError if it has failed."""
