@@ -62,6 +62,7 @@ class Recompilations:
         return tuple(" ".join(re.sub(r"^\d+/\d+: ", "", line).split())[:GUARD_CHARACTERS] for line in lines)
 
 
+_Waits = Sequence[tuple[float, float, Collective]]  # from, to
 StepReader = Callable[[], dict[str, Any]]  # returns the measurements of a step, by the fields of its `StepEvent`
 
 
@@ -201,6 +202,7 @@ class StepMeter:
                     trace = None
             elif trace is not None:
                 begin_s = trace.begin_s
+            stalls = waits(collectives)
             across_bytes, across_s = across(collectives, self._context.share_across)
             return measured | {
                 "begin_s": begin_s,
@@ -210,8 +212,8 @@ class StepMeter:
                 "host": self._context.host,
                 "across_bytes": across_bytes,
                 "across_s": across_s,
-                "late": tuple(_late(collectives, self._context.members).items()),
-                "part_s": _by_part(parts, waits(collectives)),
+                "late": tuple(_late(stalls, self._context.members).items()),
+                "part_s": _by_part(parts, stalls),
             }
 
         return read
@@ -295,9 +297,7 @@ class StepMeter:
         )
 
 
-def _by_part(
-    begins: Sequence[tuple[float, str]], stalls: Sequence[tuple[float, float, Collective]]
-) -> dict[str, float]:
+def _by_part(begins: Sequence[tuple[float, str]], stalls: _Waits) -> dict[str, float]:
     """Seconds of each part without those in which it waits. begins: of parts, in order, and the end of the last."""
     seconds: dict[str, float] = {}
     for (begin, name), (end, _) in itertools.pairwise(begins):
@@ -306,11 +306,11 @@ def _by_part(
     return seconds
 
 
-def _late(collectives: Sequence[Collective], members: Callable[[str], Sequence[int]]) -> dict[int, float]:
+def _late(stalls: _Waits, members: Callable[[str], Sequence[int]]) -> dict[int, float]:
     """Seconds of exposed communication in which a rank had not issued the collective yet, by its number in the world.
     members: of a group; () of one that was closed."""
     by_rank: dict[int, float] = {}
-    for start, end, c in waits(collectives):
+    for start, end, c in stalls:
         if (seconds := min(end, c.last[0]) - start) > 0 and (ranks := members(c.group)):
             rank = ranks[c.last[1]]
             by_rank[rank] = by_rank.get(rank, 0.0) + seconds
