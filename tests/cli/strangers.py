@@ -157,21 +157,31 @@ def _texts() -> list[dict[str, list[int]]]:
     return [{"input_ids": row, "labels": row, "attention_mask": [1] * len(row)} for row in rows]
 
 
-def trainer(tell: Told, *callbacks: Any) -> None:
-    """transformers' Trainer, under DDP."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
+def _log(tell: Told) -> Any:
+    from transformers import TrainerCallback
 
     class Log(TrainerCallback):  # type: ignore[misc]
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             if "loss" in logs:
                 tell(float(logs["loss"]))
 
+    return Log()
+
+
+def trainer(tell: Told, *callbacks: Any) -> None:
+    """transformers' Trainer, under DDP."""
+    from transformers import Trainer, TrainingArguments, default_data_collator
+
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder, max_steps=STEPS, per_device_train_batch_size=4, logging_steps=1, report_to=[], use_cpu=True,
             save_strategy="no", disable_tqdm=True,
         )  # fmt: skip
-        parts = {"train_dataset": _texts(), "data_collator": default_data_collator, "callbacks": [Log(), *callbacks]}
+        parts = {
+            "train_dataset": _texts(),
+            "data_collator": default_data_collator,
+            "callbacks": [_log(tell), *callbacks],
+        }
         made = Trainer(_small_llama(), arguments, **parts)
         made.train()
 
@@ -186,13 +196,7 @@ def called_back(tell: Told) -> None:
 def sft(tell: Told) -> None:
     """TRL's trainer of chats, in one process."""
     from datasets import Dataset
-    from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
-
-    class Log(TrainerCallback):  # type: ignore[misc]
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            if "loss" in logs:
-                tell(float(logs["loss"]))
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = SFTConfig(
@@ -203,7 +207,7 @@ def sft(tell: Told) -> None:
         rows = Dataset.from_list([{"input_ids": row["input_ids"]} for row in _texts()])
         tokens = _tokenizer()
         made = SFTTrainer(_small_llama(), arguments, train_dataset=rows, processing_class=tokens)
-        made.add_callback(Log())
+        made.add_callback(_log(tell))
         made.train()
 
 
