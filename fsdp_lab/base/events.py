@@ -10,8 +10,8 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any
+from enum import Enum, StrEnum
+from typing import Any, Self
 
 from fsdp_lab.base.generation import Completion
 
@@ -334,6 +334,57 @@ class StepEvent:
 def _fields(part: Any) -> dict[str, Any]:
     """Its fields by name, several times as fast as `dataclasses.asdict`."""
     return {name: getattr(part, name) for name in part.__slots__}
+
+
+# -- what an audit of a loop's updates found -------------------------------------------------------------------------
+
+
+class AuditKind(Enum):
+    """What is found, and what to do about it."""
+
+    STUCK = "stuck", "look at its group's learning rate, and whether the optimizer holds this tensor or a copy"
+    LOW_PRECISION = (
+        "update lost",
+        "keep fp32 parameters, and compute in lower precision by autocast or the wrapper; or raise the learning rate",
+    )
+    NO_GRADIENT = "no gradient", "look for a detach, a no_grad or an unused output behind its module; or freeze it"
+    ZERO_GRADIENT = "gradient is zero", "look for a factor behind it that is always zero; or freeze it"
+    FROZEN_MOVED = "frozen, and moves", "take it out of the optimizer, and set its gradient to None when it is frozen"
+    NOT_IN_OPTIMIZER = "in no optimizer", "give it to the optimizer, or freeze it"
+    TWICE = "updated twice", "give it to one optimizer, once"
+    BESIDE_ADAPTERS = "trained beside adapters", "freeze it; what is saved of adapters lacks it"
+    REPLICAS_DIFFER = (
+        "replicas differ",
+        "average its gradients, or wrap it with the rest; ranks that are to differ are watched with audit=False",
+    )
+    SKIPPED = "updates skipped", "look for gradients that are not finite; lower the scaler's init_scale, or use bf16"
+
+    @property
+    def text(self) -> str:
+        return self.value[0]
+
+    @property
+    def hint(self) -> str:
+        return self.value[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditFinding:
+    """`parameter`: its name in the model; "" where it is none in particular. `step`: the one after which it was certain;
+    of replicas, the first in which they differ. `what`: is seen, in a sentence."""
+
+    kind: AuditKind
+    parameter: str
+    rank: int
+    step: int
+    what: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "kind": self.kind.name}
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> Self:
+        return cls(**{**d, "kind": AuditKind[d["kind"]]})
 
 
 # -- phases of a step in slow motion ---------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from fsdp_lab.base import __version__
 from fsdp_lab.base.errors import SentenceError, not_installed
-from fsdp_lab.cli import bench, compare, doctor, drill, history, jupyter, plan, run, scripts
+from fsdp_lab.cli import bench, compare, doctor, drill, history, jupyter, plan, run
 from fsdp_lab.cli.console import CommandEnded, Failed, Refused, add_command, signals_raise
 from fsdp_lab.cluster import ClusterError, StartError
 
@@ -18,7 +18,7 @@ COMMANDS = (
     ("lab", jupyter.add_arguments, jupyter.run, "start JupyterLab on the notebooks"),
     ("run", run.add_arguments, run.run, "train one Spec in this terminal"),
     ("compare", compare.add_arguments, compare.run, "train every combination of the given lists and compare them"),
-    ("watch", scripts.add_arguments, scripts.run, "run a training script as it is, and watch what it trains"),
+    ("watch", run.add_script, run.watch_script, "run a training script as it is, and watch what it trains"),
     ("plan", plan.add_arguments, plan.run, "predict memory and step time of a Spec on any hardware"),
     ("checkpoints", run.add_checkpoints, run.checkpoints, CHECKPOINTS),
     ("history", history.add_arguments, history.run, "list, show, rename and delete stored runs"),

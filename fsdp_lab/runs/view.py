@@ -14,14 +14,15 @@ import socket
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import psutil
 
-from fsdp_lab.base.audit import Audit, AuditFinding
 from fsdp_lab.base.errors import ArgumentError, Cause
-from fsdp_lab.base.formatting import Table
+from fsdp_lab.base.events import AuditFinding, AuditKind
+from fsdp_lab.base.formatting import Table, plural
 from fsdp_lab.base.generation import Completion
 from fsdp_lab.base.process import usable_cores
 from fsdp_lab.cluster import ClusterError
@@ -160,6 +161,43 @@ class Request(Awaited[T]):
         if isinstance(self._result, Exception):
             raise self._result
         return self._result
+
+
+class Audit(Sequence[AuditFinding]):
+    """The findings of a loop, in the order in which they came. As text, a row for each kind, and what to do about it.
+    `done`: whether the loop is audited at all."""
+
+    def __init__(self, findings: Sequence[AuditFinding] | None, about: str) -> None:
+        self.done, self._findings, self._about = findings is not None, tuple(findings or ()), about
+
+    def __getitem__(self, i: Any) -> Any:
+        return self._findings[i]
+
+    def __len__(self) -> int:
+        return len(self._findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"done": self.done, "findings": [finding.to_dict() for finding in self]}
+
+    def table(self) -> Table:
+        rows = []
+        for kind in AuditKind:
+            own = [f for f in self if f.kind is kind]
+            names = list(dict.fromkeys(f.parameter for f in own))
+            if own:
+                more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+                ranks, step = ", ".join(map(str, sorted({f.rank for f in own}))), str(min(f.step for f in own))
+                rows.append((kind.text, ", ".join(names[:2]) + more, ranks, step, own[0].what, kind.hint))
+        columns = ("found", "parameters", "ranks", "step", "what", "do")
+        caption = f"{self._about}: {plural(len(self), 'finding')}"
+        return Table(columns=columns, rows=tuple(rows), caption=caption, left=frozenset(columns))
+
+    def __repr__(self) -> str:
+        nothing = "nothing found" if self.done else "not audited; loops are that are watched by fsdp_lab.watch"
+        return repr(self.table()) if self else f"{self._about}: {nothing}"
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_() if self else escape(repr(self))
 
 
 class RunView(Protocol):

@@ -1,12 +1,15 @@
-"""`WatchedRun`: a training loop that is not the lab's (`fsdp_lab.watch`), as a run that can be read, stored and compared."""
+"""`WatchedRun`: a training loop that is not the lab's (`fsdp_lab.watch`), as a run that can be read, stored and compared.
+
+Note: what only all ranks know together. A watched loop sends nothing of its own, so a rank reports with its events checksums
+of the replicated parameters that it looked at, and the gradients that are zero in its own part. `AuditLog` compares."""
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
-from fsdp_lab.base.audit import AuditFinding, AuditLog
 from fsdp_lab.base.errors import Cause
+from fsdp_lab.base.events import AuditFinding, AuditKind
 from fsdp_lab.base.hang import LoopPlace, LoopRank, cause_in_loop
 from fsdp_lab.cluster import RankHung
 from fsdp_lab.runs.steps import EventStore
@@ -15,6 +18,7 @@ from fsdp_lab.runs.view import Awaited, RunQueries, RunState, Switch, fingerprin
 from fsdp_lab.spec.loops import WatchedLoop
 
 STOP_S = 2.0
+WAITING = 256  # steps whose checksums are kept until all ranks have reported theirs
 
 
 class WatchedRun(RunQueries, Awaited["WatchedRun"]):
@@ -131,3 +135,53 @@ def _verdict(ends: Mapping[int, Mapping[str, Any]]) -> tuple[RunState, str, Caus
 
 
 _ORDER = (RunState.FINISHED, RunState.STOPPED, RunState.FAILED)
+
+
+class AuditLog:
+    """`take` what each rank reports; `findings`: of all, each kind and parameter once for each rank. A report is plain:
+
+    replicated: (name, ranks that hold what this one does, whether the wrapper sees to it) of each parameter, once
+    checksums: (step, {number in `replicated`, as text: checksum}); -1 is before the first step
+    findings: as `AuditFinding.to_dict`; everywhere: likewise, certain once all ranks have said so
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.findings: list[AuditFinding] = []
+        self._world_size = world_size
+        self._replicated: dict[int, Sequence[Any]] = {}  # by rank
+        self._sums: dict[int, dict[int, Mapping[str, int]]] = {}  # step -> rank -> number -> checksum
+        self._equal: set[str] = set()  # numbers of those that were equal once
+        self._different: set[str] = set()
+        self._copies = False  # all that no wrapper keeps equal was so before the first step: parts of pipelines are not
+        self._everywhere: dict[tuple[str, str], dict[int, AuditFinding]] = {}
+
+    def take(self, rank: int, report: Mapping[str, Any]) -> None:
+        self.findings += map(AuditFinding.from_dict, report.get("findings", ()))
+        for found in map(AuditFinding.from_dict, report.get("everywhere", ())):
+            said = self._everywhere.setdefault((found.kind.name, found.parameter), {})
+            said[rank] = found
+            if len(said) == self._world_size:
+                self.findings.append(max(said.values(), key=lambda f: f.step))
+        if "replicated" in report:
+            self._replicated[rank] = report["replicated"]
+        for step, sums in report.get("checksums", ()):
+            self._sums.setdefault(step, {})[rank] = sums
+            if len(self._sums[step]) == self._world_size:
+                self.findings += self._compare(step, self._sums.pop(step))
+        for step in sorted(self._sums)[:-WAITING]:
+            del self._sums[step]
+
+    def _compare(self, step: int, sums: Mapping[int, Mapping[str, int]]) -> Iterator[AuditFinding]:
+        for i in [i for i in sums[0] if i not in self._different]:
+            name, _, certain = self._replicated[0][int(i)]
+            for ranks in dict.fromkeys(tuple(replicated[int(i)][1]) for replicated in self._replicated.values()):
+                other = next((r for r in ranks if sums[r].get(i, sums[ranks[0]].get(i)) != sums[ranks[0]].get(i)), None)
+                if other is None:
+                    self._equal.add(i)
+                elif certain or (i in self._equal and (self._copies or "lora" in name.lower())):
+                    self._different.add(i)
+                    what = f"its values on rank {other} are not those on rank {ranks[0]}"
+                    at, kind = max(step, 0), AuditKind.REPLICAS_DIFFER
+                    yield AuditFinding(kind=kind, parameter=name, rank=other, step=at, what=what)
+        if step < 0:
+            self._copies = all(i in self._equal for i in sums[0] if not self._replicated[0][int(i)][2])

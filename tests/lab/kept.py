@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp_lab.base.audit import Audit
 from fsdp_lab.base.errors import Cause
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.runs import EventStore, RunState, Switch
+from fsdp_lab.runs.view import Audit
 from fsdp_lab.spec.spec import Spec
 
 

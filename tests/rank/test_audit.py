@@ -22,9 +22,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_lab
 from fsdp_lab import engine
-from fsdp_lab.base.audit import Audit, AuditFinding, AuditKind, AuditLog
+from fsdp_lab.base.events import AuditFinding, AuditKind
 from fsdp_lab.rank.watch import loop as watch_module
 from fsdp_lab.rank.watch.loop import Watch, plain_host
+from fsdp_lab.runs.view import Audit
+from fsdp_lab.runs.watched import AuditLog
 from tests.pool import Place, Pool
 from tests.rank.test_session import session
 

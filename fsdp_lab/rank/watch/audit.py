@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_lab.base.audit import AuditFinding, AuditKind
+from fsdp_lab.base.events import AuditFinding, AuditKind
 from fsdp_lab.rank.watch.found import HeldParameter, PlainModel
 
 RUNS, RUN = 8, 16  # of neighbouring elements, in a look at a parameter: one line of a cache each

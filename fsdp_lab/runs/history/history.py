@@ -23,9 +23,8 @@ from typing import Any, TypeVar, overload
 
 import platformdirs
 
-from fsdp_lab.base.audit import AuditFinding
 from fsdp_lab.base.errors import ArgumentError, Cause, FieldError, check_whole, is_number
-from fsdp_lab.base.events import StepEvent
+from fsdp_lab.base.events import AuditFinding, StepEvent
 from fsdp_lab.base.formatting import Table, count
 from fsdp_lab.base.process import Identity
 from fsdp_lab.runs.history.database import HistoryDB, HistoryError, damaged, set_aside, unpack
