@@ -14,19 +14,18 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab.engine import api
-from fsdp_lab.engine.buffer import sharded_form
+from fsdp_lab.engine.buffer import TAKEN, sharded_form
 from fsdp_lab.engine.collectives import ShardError
 from fsdp_lab.engine.extras import refusals
 from fsdp_lab.engine.extras.dtensor import FlatDTensor, restored
 from fsdp_lab.engine.extras.optimizers import OptimizerGuard
 from fsdp_lab.engine.extras.parameters import Region, ShardedBuffer, ShardedParameter
-from fsdp_lab.engine.extras.ties import find_ties, untie
 from fsdp_lab.engine.hooks import UnitHooks, not_sharded, unit_hooks
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.policy import MixedPrecisionPolicy, ShardPolicy, offload_of
 from fsdp_lab.engine.runtime import Runtime
 from fsdp_lab.engine.schedule import OffloadPolicy, PrefetchPolicy, Rules
-from fsdp_lab.engine.state import shard_of
+from fsdp_lab.engine.state import gather_one, shard_of
 from fsdp_lab.engine.unit import Unit
 
 
@@ -81,7 +80,7 @@ def fully_shard(
     policy = ShardPolicy(mp=mp, rules=rules, has_own_prefetch=prefetch_policy is not None,
                          shard_optimizer_only=shard_optimizer_only, map_shards=map_shards)  # fmt: skip
     inside = api.units_inside(modules)
-    tied = find_ties(modules, inside)
+    tied = _find_ties(modules, inside)
     ignored = set(map(id, left))
     post_forward_size = None if isinstance(reshard_after_forward, bool) else reshard_after_forward
     taken = api.take(modules, ignored)
@@ -98,7 +97,7 @@ def fully_shard(
     named = [f"{one} in {type(modules[0]).__name__}" for one in entries]
     refusals.check_equal_on_all_ranks(sharded, [*named, str(policy)], refused)
     for its_hooks in inside.values():
-        untie(its_hooks, tied)
+        _untie(its_hooks, tied)
     unit = api.shard(modules, sharded, policy, ignored=ignored, group_of=group_of, buffer=ShardedBuffer, adopt=_adopt)
     _watch_state_dict(unit)
     # By these attributes of torch's FSDP libraries know that all ranks must call a module equally often: transformers then
@@ -146,6 +145,51 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return method(*args, **kwargs) if hooks is None else hooks.call(method, module, args, kwargs)
 
     setattr(module, method_name, called)
+
+
+# -- parameters shared by modules of different units -----------------------------------------------------------------
+
+# They belong to the lowest unit that contains all their uses. Inner units are sharded first, when nobody can know that a
+# module outside holds one of their parameters too. So when an outer module is sharded, what turns out to be shared is taken
+# out of the inner units, which are rebuilt without it.
+
+
+def _find_ties(modules: Sequence[nn.Module], inner: Iterable[Unit]) -> dict[int, list[str]]:
+    """The original parameters that two inner units took, or that one took and `modules` still hold: id -> its names, each
+    with its unit."""
+    owners: dict[int, list[str]] = {}
+    for unit in inner:
+        for flat in unit.flats:
+            for original, name in zip(flat.originals, flat.names, strict=True):
+                owners.setdefault(id(original), []).append(f"{name} of {unit.name}")
+    held = {id(p) for root in modules for m in root.modules() for p in m._parameters.values() if p is not None}
+    return {p: names for p, names in owners.items() if len(names) > 1 or p in held}
+
+
+def _untie(hooks: UnitHooks, tied: Collection[int]) -> None:
+    """Rebuild a unit without the tied parameters, if it has any; its modules then hold these as before. Collective.
+
+    Of two units that are tied to each other the one that was sharded first has the values.
+    """
+    flats, unit = [], hooks.unit
+    if not any(id(original) in tied for flat in unit.flats for original in flat.originals):
+        return
+    for flat in unit.flats:
+        kept = []
+        for i, original in enumerate(flat.originals):
+            if flat.has_values[i]:
+                original.data = gather_one(flat, i)
+                delattr(original, TAKEN)
+            if id(original) not in tied:
+                kept.append(i)
+                continue
+            for module, attribute in flat.uses[i]:
+                setattr(module, attribute, original)
+        entries = [(flat.originals[i], flat.uses[i], flat.names[i], flat.layout.slots[i].group) for i in kept]
+        if entries:
+            flats.append(type(flat)(entries, mesh=flat.mesh, policy=flat.policy, dtype=flat.dtype))
+    unit.flats = tuple(flats)
+    hooks.install()
 
 
 # -- for optimizers --------------------------------------------------------------------------------------------------
