@@ -22,7 +22,7 @@ from fsdp_lab.models.lora import AdaptedValues, adapted, is_adapter, save_adapte
 from fsdp_lab.models.presets import facts_of
 from fsdp_lab.models.pretrained import Pretrained
 from fsdp_lab.models.sources import IGNORED
-from fsdp_lab.models.tokenizers import open_tokenizer
+from fsdp_lab.models.tokens import open_tokenizer
 from fsdp_lab.models.weights import Weights
 from fsdp_lab.rank.checkpointing import read_shards
 from fsdp_lab.spec.checkpoint_format import Checkpoint

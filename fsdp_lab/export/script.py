@@ -26,7 +26,7 @@ from fsdp_lab.export.files import SPEC_INSTEAD, SUFFIX, Files
 from fsdp_lab.models.build import freeze
 from fsdp_lab.models.own import skeleton_of
 from fsdp_lab.models.sources import MASKED_SHARE
-from fsdp_lab.models.tokenizers import open_tokenizer
+from fsdp_lab.models.tokens import open_tokenizer
 from fsdp_lab.models.wrapping import blocks, units
 from fsdp_lab.spec.spec import BACKEND_TRAITS, Spec
 from fsdp_lab.spec.workload import CODE_FIELDS, Workload

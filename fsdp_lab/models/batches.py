@@ -42,8 +42,7 @@ from fsdp_lab.models.sources import (
     Source,
     TokenSource,
 )
-from fsdp_lab.models.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
-from fsdp_lab.models.tokens import bytes_as_tokens, open_tokens
+from fsdp_lab.models.tokens import ByteTokenizer, Tokenizer, bytes_as_tokens, open_tokenizer, open_tokens
 from fsdp_lab.spec.workload import SAMPLES, Workload
 
 

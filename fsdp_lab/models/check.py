@@ -16,15 +16,15 @@ from fsdp_lab.models.cache import is_hub_name, weights_folder
 from fsdp_lab.models.data import SMALLEST_VOCABULARY, SYNTHETIC_COUNT, FolderImages, Text, open_text
 from fsdp_lab.models.presets import PRESETS, Facts, facts_of
 from fsdp_lab.models.records import Format, Records, data_files, open_records
-from fsdp_lab.models.tokenizers import (
+from fsdp_lab.models.tokens import (
     ByteTokenizer,
     FolderTokenizer,
     Tokenizer,
+    encoded,
     has_tokenizer,
     open_tokenizer,
     tokenizer_folder,
 )
-from fsdp_lab.models.tokens import encoded
 from fsdp_lab.spec.fields import rows_of
 from fsdp_lab.spec.workload import MOST_HELD_OUT, Workload
 

@@ -15,8 +15,7 @@ from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models.cache import Progress
 from fsdp_lab.models.data import FolderImages, Ids, SyntheticImages
 from fsdp_lab.models.presets import Facts
-from fsdp_lab.models.tokenizers import Tokenizer
-from fsdp_lab.models.tokens import Tokens
+from fsdp_lab.models.tokens import Tokenizer, Tokens
 from fsdp_lab.spec.workload import Workload
 
 Batch: TypeAlias = Any  # a dict of tensors by name; of a dataset of the user's own, any nest of tensors

@@ -29,7 +29,7 @@ from fsdp_lab.models.cache import weights_folder
 from fsdp_lab.models.check import check, notes_on
 from fsdp_lab.models.configs import resolve
 from fsdp_lab.models.sources import IGNORED, Batch, TokenSource
-from fsdp_lab.models.tokenizers import ByteTokenizer, FolderTokenizer
+from fsdp_lab.models.tokens import ByteTokenizer, FolderTokenizer
 from fsdp_lab.spec.workload import Workload
 from tests.models import words
 from tests.models.small import filled
