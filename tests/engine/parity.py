@@ -115,7 +115,6 @@ def _train(place: Place, p: Plan) -> tuple[list[float], str, str, dict[str, Any]
         if p.views:
             _as_views(backend.module)
         losses += steps(place, part, backend, len(losses), count)
-    assert backend is not None
     parameters = whole(backend)
     buffers = {original_name(name).removeprefix("module."): b for name, b in backend.module.named_buffers()}
     digests = digest(parameters.items()), digest(sorted(buffers.items()))
@@ -151,8 +150,7 @@ def _as_views(model: nn.Module) -> None:
 # -- comparisons -----------------------------------------------------------------------------------------------------
 def assert_equal(got: Outcome, wanted: Outcome) -> None:
     """Every loss of every rank, every parameter, and every rank's buffers, bit for bit."""
-    assert got.losses == wanted.losses
-    assert got.parameters.keys() == wanted.parameters.keys()
+    assert got.losses == wanted.losses and got.parameters.keys() == wanted.parameters.keys()
     differ = [name for name, t in wanted.parameters.items() if not torch.equal(got.parameters[name], t)]
     assert not differ, f"not equal: {differ}"
     assert got.buffers == wanted.buffers

@@ -243,8 +243,7 @@ class SimulatedDevice(TorchDispatchMode):
 
     @contextmanager
     def installed(self, collectives: Mapping[str, Callable[..., Any]] | None = None) -> Iterator[SimulatedDevice]:
-        """Within it models are sharded on this device, and all operations are seen. `collectives`: in place of the engine's,
-        whose groups have a stream each."""
+        """Models are sharded on this device, and all operations seen. `collectives`: in place of the engine's."""
         resize = torch.UntypedStorage.resize_
         with ExitStack() as stack:
             stack.enter_context(patch.object(mesh, "streams_of", lambda device: self))

@@ -53,6 +53,7 @@ from tests.engine.toys import (
     noted,
     plain_step,
     refused,
+    update,
 )
 from tests.pool import Place, Pool
 
@@ -82,8 +83,7 @@ def trains_on(model: Any, place: Place) -> None:
     ours.zero_grad()
     for _ in range(2):
         step(model, place)
-        ours.step()
-        ours.zero_grad()
+        update(ours)
         plain_step(plain, mean_square, [batch(0, rank) for rank in range(place.world_size)], theirs)
         assert_equal(model, plain)
     is_clean(model)
@@ -254,10 +254,7 @@ BAD_PARAMETERS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Packed(torch.zeros(3, dtype=torch.uint8), requires_grad=False),
         "blocks.1.more is a Packed, whose elements cannot be cut as numbers; make it a plain nn.Parameter, or pass it in",
     ),
-    "of another gradient": (
-        _with_wide_gradients,
-        r"blocks.1.more has grad_dtype=torch.float32, .* choose dtypes by mp_policy",
-    ),
+    "of another gradient": (_with_wide_gradients, "more has grad_dtype=torch.float32, .* choose dtypes by mp_policy"),
     "lazy": (nn.UninitializedParameter, "blocks.1.more has no shape yet; run one forward, or give the sizes"),
 }
 
@@ -341,8 +338,7 @@ class Odd(nn.Module):
 
 def odd_parameters(place: Place) -> None:
     for strategy in SHARDINGS:
-        model = by_block(make(Odd), strategy=strategy)
-        trains_on(model, place)
+        trains_on(by_block(make(Odd), strategy=strategy), place)
 
 
 def nothing_to_shard(place: Place) -> None:
@@ -354,20 +350,7 @@ def nothing_to_shard(place: Place) -> None:
 
 # -- ranks that build different models ---------------------------------------------------------------------------------
 def _wider(model: Any) -> None:
-    model.blocks[1].up = nn.Linear(WIDTH, 9)
-    model.blocks[1].down = nn.Linear(9, WIDTH)
-
-
-def _tied_to_the_root(model: Any) -> None:
-    model.first.bias = model.blocks[0].norm.bias
-
-
-def _grouped(model: Any) -> Any:
-    return fully_shard(model, group_of=lambda name, p: "matrices" if p.dim() > 1 else "all")
-
-
-def _cast(model: Any) -> Any:
-    return fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model.blocks[1].up, model.blocks[1].down = nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH)
 
 
 DIFFERENCES: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -376,11 +359,12 @@ DIFFERENCES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "frozen": (lambda m: m.blocks[1].norm.weight.requires_grad_(False),
                r"norm.weight \(6,\) .*requires_grad=True.* on rank 0 .* norm.weight .*requires_grad=False"),
     "a block less": (lambda m: m.blocks.pop(1), r"norm.weight .* in Block on rank 0 .* first.weight"),
-    "tied": (_tied_to_the_root, r"on rank 0 of the mesh, norm.bias of Block tied in Net on rank"),
+    "tied": (lambda m: setattr(m.first, "bias", m.blocks[0].norm.bias),
+             r"on rank 0 of the mesh, norm.bias of Block tied in Net on rank"),
 }  # fmt: skip
 SHARDED_DIFFERENTLY: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "groups": (_grouped, "group=1"),
-    "policies": (_cast, "param_dtype=torch.bfloat16"),
+    "groups": (given(group_of=lambda name, p: "matrices" if p.dim() > 1 else "all"), "group=1"),
+    "policies": (given(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), "param_dtype=torch.bfloat16"),
 }
 
 
@@ -482,8 +466,7 @@ def written_to_between_steps(place: Place) -> None:
 
 
 def written_to_inside_unshard(place: Place) -> None:
-    """In place, or by `.data`: both are taken over, and nothing is refused afterwards; also where more bytes are gathered
-    than the master has."""
+    """In place, or by `.data`: both are taken over; also where more bytes are gathered than the master has."""
     in_double = MixedPrecisionPolicy(param_dtype=torch.float64)
     for options in ({"mp_policy": in_double}, {"strategy": SHARDINGS[1]}, {"strategy": Strategy(offload="optimizer")}):
         model, plain = by_block(make(), **options), make()  # type: ignore[arg-type]
@@ -588,9 +571,7 @@ def parameters_taken_while_gathered(place: Place) -> None:
         late = torch.optim.AdamW(model.parameters(), lr=0.1)
         model.zero_grad()
         loss.backward()
-        with refused(
-            "an optimizer was made while first.weight was gathered, .* make it before the forward, or after the"
-        ):
+        with refused("an optimizer was made while first.weight was gathered, .* make it before the forward, or after"):
             late.step()
         assert all(torch.equal(a, b) for (_, a), (_, b) in zip(full_state(model), full_state(other), strict=True))
         trains_on(model, place)
@@ -598,9 +579,7 @@ def parameters_taken_while_gathered(place: Place) -> None:
 
 def collectives_of_a_caller(place: Place, over_wire: bool) -> None:
     """They would see ranges of other elements, and what they write would be lost."""
-    says = (
-        "such as a sharded parameter" if over_wire else "was given a sharded tensor, of which each rank holds other ele"
-    )
+    says = "such as a sharded parameter" if over_wire else "was given a sharded tensor, of which each rank holds other"
     if not over_wire:
         dist.init_process_group("gloo", store=place.store, rank=place.rank, world_size=place.world_size)
     model = by_block(make())
@@ -644,20 +623,15 @@ def state_of_another_rank(place: Place) -> None:
     files: list[bytes] = [b""] * place.world_size
     dist.all_gather_object(files, file.getvalue())
     other = 1 - place.rank
-    with refused(
-        f"a sharded tensor was saved by rank {other} of 2, and this is rank {place.rank} of 2; let each rank load"
-    ):
+    with refused(f"a sharded tensor was saved by rank {other} of 2, and this is rank {place.rank} of 2; let each rank"):
         torch.load(io.BytesIO(files[other]), weights_only=True)
 
 
 def shards_in_safetensors(place: Place, folder: Path) -> None:
-    """torch's writer names what is in a file by the tensor, so of a range in several boxes it would keep the last one. Whole
-    tensors are right, and are read into any shards."""
+    """torch's writer keeps the last of several boxes that a range is in. Whole tensors are read into any shards."""
     # of a matrix of 5 x 5, rank 0 has 2 rows and 3 elements
     model = fully_shard(make(nn.Linear, in_features=5, out_features=5, bias=False))
-    says = (
-        "weight is in several parts on a rank, of which a file of safetensors keeps one; give the writer whole tensors"
-    )
+    says = "weight is in several parts on a rank, of which a file of safetensors keeps one; give the writer whole"
     with pytest.raises(CheckpointException, match=says):
         dcp.save(model.state_dict(), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
     whole = {name: t.clone() for name, t in full_state(model)}
@@ -703,14 +677,11 @@ def unfrozen_later(place: Place) -> None:
         optimizer = torch.optim.SGD(held(model)[1:], lr=0.1)
         for _ in range(2):
             step(model, place)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         model.blocks[0].requires_grad_(True)
         step(model, place)
         before = _plain_of(model)
-        with refused(
-            "blocks.0.norm.weight is trainable now, and was frozen when the optimizer was made, .* after changing"
-        ):
+        with refused("blocks.0.norm.weight is trainable now, and was frozen when the optimizer was made, .* changing"):
             optimizer.step()
         assert_equal(model, before)
         model.blocks[0].zero_grad()
@@ -783,8 +754,7 @@ def a_layer_that_came_later(place: Place) -> None:
         optimizer.step()
     assert all(torch.equal(t, before[name]) for name, t in [*full_state(model), *model.last.named_parameters()])
     model = make()
-    head = list(model.last.parameters())
-    by_block(model, ignored_params=head)
+    by_block(model, ignored_params=list(model.last.parameters()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model, place)
     optimizer.step()  # the caller's own

@@ -20,7 +20,7 @@ from fsdp_lab.engine import (
 )
 from fsdp_lab.engine.policy import ShardPolicy
 from fsdp_lab.engine.schedule import Rules
-from tests.engine.toys import batch, make, mean_square
+from tests.engine.toys import batch, make, mean_square, update
 from tests.pool import Place, Pool
 
 CORE = [path for path in Path(engine.__file__).parent.glob("*.py") if path.name != "__init__.py"]
@@ -55,8 +55,7 @@ def trained(place: Place, core: bool, bf16: bool) -> tuple[list[float], dict[str
         loss = mean_square(model, batch(step, place.rank))
         loss.backward()
         losses.append(float(loss.detach()))
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return losses, dict(full_state(model))
 
 
@@ -65,6 +64,5 @@ def trained(place: Place, core: bool, bf16: bool) -> tuple[list[float], dict[str
 def test_it_trains_by_itself_to_the_same_bits(pool: Pool, ranks: int, bf16: bool) -> None:
     alone, whole = (pool.run(trained, ranks, core, bf16) for core in (True, False))
     for (losses, values), (other_losses, others) in zip(alone, whole, strict=True):
-        assert losses == other_losses and losses[0] != losses[-1]
-        assert values.keys() == others.keys()
+        assert losses == other_losses and losses[0] != losses[-1] and values.keys() == others.keys()
         assert all(torch.equal(values[name], others[name]) for name in values)

@@ -8,13 +8,12 @@ from hypothesis import given, strategies as st
 from fsdp_lab.engine.layout import ALIGN_BYTES, Layout
 
 SIZES = st.sampled_from([0, 1, 2, 3, 7, 13, 16, 31, 64, 97])
-SHAPES = st.lists(st.lists(SIZES, max_size=3).map(tuple), min_size=1, max_size=8)
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[Layout, int]:
     """A layout and the bytes of one of its elements."""
-    shapes = draw(SHAPES)
+    shapes = draw(st.lists(st.lists(SIZES, max_size=3).map(tuple), min_size=1, max_size=8))
     groups = draw(st.lists(st.sampled_from(["decay", "no decay", None]), min_size=len(shapes), max_size=len(shapes)))
     itemsize = draw(st.sampled_from([2, 4, 8]))
     return Layout.of(shapes, groups, draw(st.integers(1, 7)), itemsize), itemsize
@@ -38,8 +37,7 @@ def test_shards_and_parameters_partition_the_buffer_and_padding_is_no_more_than_
     assert set(covered) <= set(range(layout.numel))
     behind = sum(-slot.numel % align for slot in layout.slots)
     end = len(covered) + behind
-    assert layout.numel - end < layout.factor * align
-    assert behind + layout.numel - end == layout.numel - len(covered)
+    assert layout.numel - end < layout.factor * align and behind + layout.numel - end == layout.numel - len(covered)
 
 
 @pytest.mark.slow
@@ -81,12 +79,10 @@ def test_regions_hold_one_group_each_in_the_order_of_their_first_parameter(given
 def test_a_layout_by_hand() -> None:
     """fp32, 2 ranks: a matrix of 6, a bias of 3, a matrix of 5; biases apart. 4 elements are 16 bytes."""
     layout = Layout.of([(2, 3), (3,), (5,)], ["matrix", "bias", "matrix"], 2, 4)
-    assert [slot.offset for slot in layout.slots] == [0, 16, 8]
-    assert (layout.shard_numel, layout.numel) == (12, 24)
+    assert [slot.offset for slot in layout.slots] == [0, 16, 8] and (layout.shard_numel, layout.numel) == (12, 24)
     assert layout.regions == {"matrix": (0, 13), "bias": (16, 19)}
     matrix, bias, other = layout.slots
     assert [layout.own(matrix, rank) for rank in (0, 1)] == [(0, 6), (0, 0)]
     assert [layout.own(other, rank) for rank in (0, 1)] == [(0, 4), (4, 5)]
     assert [layout.in_shard(other, rank) for rank in (0, 1)] == [(8, 12), (0, 1)]
-    assert layout.region_in_shard("matrix", 1) == (0, 1)
-    assert layout.in_shard(bias, 1) == (4, 7)
+    assert layout.region_in_shard("matrix", 1) == (0, 1) and layout.in_shard(bias, 1) == (4, 7)

@@ -46,6 +46,7 @@ from tests.engine.toys import (
     mean_square,
     noted,
     refused,
+    update,
 )
 from tests.export.ranks import torchrun
 from tests.pool import Place, Pool
@@ -102,11 +103,6 @@ def rows(e: Engine, seed: int) -> Tensor:
     return e.rows(drawn(3, WIDTH, seed=seed))
 
 
-def update(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def training(make_loss: Callable[[Any, Tensor, Tensor], Tensor], kind: Any = Net, **made: Any) -> Loop:
     """An ordinary loop whose loss is of two batches."""
 
@@ -147,8 +143,7 @@ def backwards_in_turn(place: Place) -> None:
 
 
 def mean_square64(model: Any, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    return loss
+    return model(x).square().mean()
 
 
 def dropped(place: Place) -> None:
@@ -184,8 +179,7 @@ def parts_of_the_outputs(place: Place) -> None:
     def one_after_the_other(model: Any, x: Tensor, y: Tensor) -> Tensor:
         early, late = model(x)
         early.square().mean().backward(retain_graph=True)
-        loss: Tensor = late.square().mean()
-        return loss
+        return late.square().mean()
 
     alike(training(one_after_the_other, TwoHeads), place)
     alike(training(lambda m, x, y: m(x)[0].square().mean(), TwoHeads), place)
@@ -248,8 +242,7 @@ class Speaking(Net):
 
 class SpeakingBlock(Block):
     def look(self, x: Tensor) -> Tensor:
-        out: Tensor = self.up(x)[..., :WIDTH]
-        return out
+        return self.up(x)[..., :WIDTH]
 
 
 def methods(place: Place) -> None:
@@ -316,8 +309,7 @@ class PartlyWith(Net):
     def forward(self, x: Tensor) -> Any:
         with torch.enable_grad():
             at = x.detach().requires_grad_()
-            energy = self.blocks[1](self.blocks[0](at)).sum()
-            (force,) = torch.autograd.grad(energy, [at])
+            (force,) = torch.autograd.grad(self.blocks[1](self.blocks[0](at)).sum(), [at])
         return self.last(self.blocks[2](self.first(x) + force))
 
 

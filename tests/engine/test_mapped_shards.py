@@ -21,7 +21,7 @@ from fsdp_lab.wire import host_group
 from fsdp_lab.wire.arena import Arena, ArenaBlock
 from fsdp_lab.wire.meter import Collective
 from tests.covering import tiered
-from tests.engine.toys import Block, Net, Scenario, batch, by_block, everywhere, make, train_beside
+from tests.engine.toys import Block, Net, Scenario, batch, by_block, everywhere, make, train_beside, update
 from tests.pool import Place, Pool
 
 MAPPED = Strategy(gather="mapped")
@@ -49,8 +49,7 @@ def mapped(**options: Any) -> Any:
 
 
 def shown(place: Place) -> tuple[list[bool], int, list[Collective]]:
-    """Whether what another rank writes to its shard is at once in what this one computes with; bytes beside shards; and what
-    was sent."""
+    """Whether what another rank writes to its shard is at once what is computed with; bytes beside shards; what was sent."""
     model, seen = mapped(), list[bool]()
     flat = flats_of(model.blocks[0])[0]
 
@@ -83,8 +82,7 @@ def trained(place: Place, changes: dict[str, Any]) -> Any:
     for step in range(4):
         loss = model(batch(step, place.rank)).square().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         losses.append(loss.item())
     return losses, {name: t.tolist() for name, t in full_state(model)}
 
@@ -122,7 +120,6 @@ def written_between(place: Place, what: str, rounds: int) -> list[bool]:
                 found.square().mean().backward()
             flat = flats_of(model.blocks[0])[0]
             mine = flat.gradients.unsharded
-            assert mine is not None
             pairs = zip(flat.layout.slots, plain.blocks[0].parameters(), strict=True)
             right += [torch.equal(mine[slot.offset : slot.stop], p.grad.reshape(-1)) for slot, p in pairs]
             for flat in flats_of(model):
@@ -188,8 +185,7 @@ def written_after_a_gradient(place: Place, strategy: Strategy, twice: bool) -> l
     for _ in range(4):
         loss = model(x).square().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         losses.append(loss.item())
     return losses
 

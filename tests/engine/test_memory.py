@@ -15,7 +15,7 @@ from fsdp_lab.engine.unit import UnitState
 from fsdp_lab.spec.spec import Strategy
 from tests.covering import tiered
 from tests.engine.scenarios.meter import allocated
-from tests.engine.toys import options_of
+from tests.engine.toys import options_of, update
 from tests.pool import Place, Pool
 
 BLOCKS = 5
@@ -172,8 +172,7 @@ def audited(place: Place, name: str) -> tuple[int, int, int]:
         for _ in range(passes):
             model(batch(place.rank)).backward()
             auditor.between(with_gradients=True)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         auditor.between(with_gradients=False)
         with torch.no_grad():
             model(batch(place.rank))
@@ -233,8 +232,7 @@ def test_shares_and_bytes_sent_are_what_zero_says(pool: Pool) -> None:
         assert total["parameters"] == copies[0] * 4 * psi
         # ZeRO-1 keeps counts
         assert total["gradients"] == pytest.approx(copies[1] * 4 * psi, rel=0.05 if sharding == "zero1" else 0)
-        assert total["optimizer"] == copies[0] * 2 * 4 * stepped
-        assert total["unsharded"] == gathered * 4 * psi
+        assert total["optimizer"] == copies[0] * 2 * 4 * stepped and total["unsharded"] == gathered * 4 * psi
         assert total["unsharded gradients"] == 0
         assert all(its == sent for *_, its in results), "all ranks send the same sizes in one order"
         assert Counter(kind for kind, _ in sent) == counts
@@ -278,6 +276,5 @@ def test_no_rank_ever_holds_the_whole_model(pool: Pool) -> None:
     for found in pool.run(made_on_meta, 4, shared_memory=True):  # a thread of Gloo's may let go of a tensor late
         one = found["largest parameter"]
         assert found["building"] <= found["shards"] + found["largest unit"] + SLACK_BYTES < found["psi"]
-        assert found["building"] >= found["shards"]
-        assert one <= found["load_full_state"] <= one + SLACK_BYTES
+        assert found["building"] >= found["shards"] and one <= found["load_full_state"] <= one + SLACK_BYTES
         assert one <= found["full_state"] <= 2 * one + SLACK_BYTES  # the caller's, until it takes the next

@@ -69,12 +69,10 @@ def _follow(place: Place, plan: str, scale: float | None) -> list[Any]:
     for given, steps in json.loads(plan):
         s.apply("run", given)
         draws = torch.get_rng_state() if draws is None else draws
-        assert s.trainer is not None
         if scale is not None and not events:
             s.trainer.scaler.scale = scale
         events += s.train(steps)["events"]
         assert torch.equal(torch.get_rng_state(), draws), "whoever draws goes on as if there had been none"
-    assert s.trainer is not None
     scaler = s.trainer.scaler
     parameters = whole(s.trainer.backend)
     s.close()
@@ -88,8 +86,7 @@ OVERFLOWS = 2.0**26  # a scale at which no gradient is finite in fp16; it is hal
 
 @pytest.mark.slow
 def test_overflows_are_skipped_alike(follow: Follow) -> None:
-    """The same steps are skipped, the same scale is found, and the other steps have the bits of FSDP2's; also where ours is
-    left half way down to its scale, and come back to."""
+    """The same steps and scale, and other steps have FSDP2's bits; also where ours is left half way down to its scale."""
     fsdp2, lab = (spec("gpt2", 3, backend=b, **FP16) for b in ("fsdp2", "lab"))
     wanted = follow((fsdp2, 12), scale=OVERFLOWS)
     assert wanted.all("skipped")[0] and not wanted.all("skipped")[-1] and wanted.scale < OVERFLOWS
@@ -103,8 +100,7 @@ def test_low_gradients_are_unscaled_in_fp32(follow: Follow) -> None:
     """Kept in fp16 until the step, gradients divided by the scale there would vanish, and their norm overflow."""
     low = Precision(param="fp16", reduce="fp16", keep_low_precision_gradients=True)
     high = follow((spec("gpt2", 2, backend="lab", **FP16), 3))
-    kept = follow((spec("gpt2", 2, backend="lab", **{**FP16, "precision": low}), 3))
-    assert kept.same(high)
+    assert follow((spec("gpt2", 2, backend="lab", **{**FP16, "precision": low}), 3)).same(high)
 
 
 # -- a whole training moves ------------------------------------------------------------------------------------------
@@ -127,5 +123,4 @@ def test_a_training_moves_whole(follow: Follow) -> None:
         ({"backend": "lab", "micro_batch": 1, "accumulate": 2}, 1),
     ]  # fmt: skip
     moved = follow(*((spec("llama tied", 4, **s), n) for s, n in ours))
-    assert moved.same(fsdp2)
-    assert moved.all("samples") == [8 * (i + 1) for i in range(8)]
+    assert moved.same(fsdp2) and moved.all("samples") == [8 * (i + 1) for i in range(8)]

@@ -139,8 +139,7 @@ class Part(nn.Module):
             if isinstance(inner, nn.Embedding):
                 y = inner(torch.arange(5) % inner.num_embeddings).mean(0, keepdim=True)
             else:
-                width = self.node.shapes[0][-1]
-                y = inner(x[:, :width].to(DRAWN[self.node.dtype]))
+                y = inner(x[:, : self.node.shapes[0][-1]].to(DRAWN[self.node.dtype]))
             x = x + 0.1 * torch.tanh(y.float()).mean(1, keepdim=True)
         for child in self.below:
             for _ in range(child.node.times):  # type: ignore[union-attr]
@@ -239,13 +238,11 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """Also of NaN and of the sign of zero."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    as_bytes = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
-    return torch.equal(*as_bytes)
+    return torch.equal(*[t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)])
 
 
 def assert_same(got: State, wanted: State) -> None:
-    assert list(got) == list(wanted)
-    assert [n for n in wanted if not same_bits(got[n], wanted[n])] == []
+    assert list(got) == list(wanted) and [n for n in wanted if not same_bits(got[n], wanted[n])] == []
 
 
 def values_of(model: nn.Module) -> State:
@@ -304,8 +301,7 @@ def ranges_partition(place: Place, model: nn.Module, values: State) -> None:
     shards = {s.name: s for s in shards_of(model)}
     assert list(shards) == list(values)
     for name, s in shards.items():
-        assert same_bits(s.local, values[name].reshape(-1)[s.start : s.stop])
-        assert s.shape == values[name].shape
+        assert same_bits(s.local, values[name].reshape(-1)[s.start : s.stop]) and s.shape == values[name].shape
     everybodys: list[Any] = [None] * place.world_size
     dist.all_gather_object(everybodys, {name: (s.start, s.stop) for name, s in shards.items()})
     factor = units_of(model)[0].mesh.shard_size

@@ -14,8 +14,7 @@ from fsdp_lab.engine.schedule import Action, Direction, Phase, Point, PointSide,
 @st.composite
 def call_trees(draw: st.DrawFn, units: int = 6) -> list[UnitCall]:
     """Nested and repeated calls of up to `units` units below the root; a unit may be called inside itself."""
-    calls = [UnitCall(0)]
-    path = [0]
+    calls, path = [UnitCall(0)], [0]
     for _ in range(draw(st.integers(0, 14))):
         del path[draw(st.integers(1, len(path))) :]  # how many of the open calls end first
         calls.append(UnitCall(draw(st.integers(1, units)), path[-1]))
@@ -133,8 +132,7 @@ def gathers(schedule: Schedule) -> int:
 def test_what_is_kept_for_the_backward_costs_no_peak_and_saves_gathers(calls: list[UnitCall], given: Rules) -> None:
     r = replace(given, reshard_after_forward=True)
     schedule, without = Schedule(calls, r), _KeepsNothing(calls, r)
-    assert peak(schedule) <= peak(without)
-    assert gathers(schedule) <= gathers(without)
+    assert peak(schedule) <= peak(without) and gathers(schedule) <= gathers(without)
     kept = Schedule(calls, replace(given, reshard_after_forward=False))
     assert gathers(kept) == len({call.unit for call in calls})
     for action in kept.actions:
@@ -155,8 +153,7 @@ def test_each_unit_is_reduced_once_after_its_last_backward(schedule: Schedule) -
     assert len(updates) == schedule.backward
     if updates:
         assert updates[0] is schedule.actions[-1]
-        waited = {schedule.actions[i].unit for i in updates[0].waits_for}
-        assert waited == units
+        assert {schedule.actions[i].unit for i in updates[0].waits_for} == units
     copies = sum(a.phase is Phase.HOST_COPY for a in schedule.actions)
     wanted = {"none": 0, "optimizer": len(reductions), "all": len(reductions) + gathers(schedule)}
     assert copies == wanted[schedule.rules.offload]
@@ -174,8 +171,7 @@ def test_actions_wait_for_what_they_need_and_come_in_the_order_of_their_points(s
         if action.phase is Phase.UNSHARD:
             gathered[action.unit] = i
         elif action.phase is Phase.COMPUTE:
-            assert gathered[action.unit] in action.waits_for
-            assert computed is None or computed in action.waits_for
+            assert gathered[action.unit] in action.waits_for and (computed is None or computed in action.waits_for)
             computed = i
         elif action.phase in (Phase.RESHARD, Phase.REDUCE):
             assert action.waits_for == (computed,)
@@ -218,8 +214,7 @@ def test_four_blocks_with_the_defaults() -> None:
         "u0 U1 c0  U2 c1 f1  U3 c2 f2  U4 c3 f3  c4  c0  "  # forward
         "c0  U3 c4 f4 r4  U2 c3 f3 r3  U1 c2 f2 r2  c1 f1 r1  c0 f0 r0  optim"
     ).replace("  ", " ")
-    assert schedule.stays_gathered == {0, 4}
-    assert peak(schedule) == 3
+    assert schedule.stays_gathered == {0, 4} and peak(schedule) == 3
     words = told(schedule)
     forward, backward = (a for a, word in zip(schedule.actions, words, strict=True) if word == "U2")
     assert [words[i] for i in forward.waits_for] == ["c0"]  # beside block 1's forward
@@ -243,8 +238,7 @@ def test_the_default_in_the_forward_costs_no_memory(keeps: bool) -> None:
 
 def test_four_blocks_with_forward_prefetch_and_the_limit() -> None:
     def forward(limit: int) -> str:
-        schedule = Schedule(BLOCKS, Rules(forward_prefetch=2, limit=limit), backward=False)
-        return " ".join(told(schedule))
+        return " ".join(told(Schedule(BLOCKS, Rules(forward_prefetch=2, limit=limit), backward=False)))
 
     assert forward(1) == "u0 U1 c0 c1 f1 u2 c2 f2 u3 c3 f3 u4 c4 f4 c0 f0"
     assert forward(2) == "u0 U1 U2 c0 c1 f1 U3 c2 f2 U4 c3 f3 c4 f4 c0 f0"
@@ -262,8 +256,7 @@ def test_what_stays_anyway_does_not_hold_prefetching_back() -> None:
 def test_a_call_without_gradients_has_no_backward() -> None:
     """It is freed after its forward, and neither gathered ahead nor reduced; its unit's other call is."""
     calls = [UnitCall(0), UnitCall(1, 0), UnitCall(2, 0, detached=True), UnitCall(1, 0, detached=True)]
-    assert " ".join(told(Schedule(calls, Rules(forward_prefetch=0)))) == (
-        "u0 c0  u1 c1 f1  u2 c2 f2  u1 c1  c0  c0  c1 f1 r1  c0 f0 r0  optim".replace("  ", " ")
-    )
+    words = "u0 c0  u1 c1 f1  u2 c2 f2  u1 c1  c0  c0  c1 f1 r1  c0 f0 r0  optim"
+    assert told(Schedule(calls, Rules(forward_prefetch=0))) == words.split()
     kept = Schedule(calls, Rules(reshard_after_forward=False))
     assert kept.stays_gathered == {0, 1} and "f2" in told(kept)

@@ -25,7 +25,7 @@ from fsdp_lab.engine.buffer import sharded_form
 from fsdp_lab.engine.schedule import Phase, PointSide, Schedule, UnitCall
 from fsdp_lab.rank.slow_motion import PhaseStepper, Stop, holdings
 from fsdp_lab.spec.spec import Strategy
-from tests.engine.toys import Scenario, batch, by_block, everywhere, make, mean_square
+from tests.engine.toys import Scenario, batch, by_block, everywhere, make, mean_square, update
 from tests.pool import Place, Pool
 
 Said = tuple[Phase, str, str]  # phase, unit, direction
@@ -47,8 +47,7 @@ class Training:
     def step(self) -> Tensor:
         loss = mean_square(self.model, batch(self.count, self.rank))
         loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        update(self.optimizer)
         self.count += 1
         return loss.detach()
 
@@ -78,7 +77,6 @@ def _is_true(model: Any, held: ParameterHolding, shard: ParamShard, whole: Tenso
     """Compare with the storage itself."""
     p = model.get_parameter(shard.name)
     sharded = sharded_form(p)
-    assert sharded is not None
     flat: FlatBuffer = sharded.flat
     unit = next(unit for unit in units_of(model) if flat in unit.flats)
     assert held.unit == (unit.name or ROOT)
@@ -94,7 +92,6 @@ def _is_true(model: Any, held: ParameterHolding, shard: ParamShard, whole: Tenso
     assert (held.gradient == "unsharded") == flat.gradients.is_waiting
     assert (held.gradient == "sharded") == (reduced and not flat.gradients.is_waiting)
     if held.gradient == "sharded":
-        assert shard.param is not None and shard.param.grad is not None
         assert bool(shard.param.grad.to_local().isfinite().all())
 
 
@@ -152,8 +149,7 @@ def closed_in_the_middle(place: Place) -> None:
                 _ = motion.result
             motion.close()
             if stops:
-                assert torch.equal(motion.result, plain.step()) and motion.is_over
-                assert next(motion, None) is None
+                assert torch.equal(motion.result, plain.step()) and motion.is_over and next(motion, None) is None
                 motion.close()  # once more does no harm
         assert slow.count == plain.count == 2  # one that never began was not run
         _equal(slow, plain)
@@ -184,8 +180,7 @@ def trouble_in_the_step(place: Place) -> None:
 
 
 def nothing_stays_behind(place: Place) -> None:
-    """Between two stops nothing computes, so that the caller may; its thread count is the step's. In the end no thread is
-    left."""
+    """Between two stops nothing computes, and the thread count is the step's. In the end no thread is left."""
     training = Training(place, Strategy())
     threads: set[int] = set()
     handle = training.model.register_forward_hook(lambda *_: threads.add(torch.get_num_threads()))
@@ -225,8 +220,7 @@ def traced(place: Place, strategy: Strategy) -> list[Span]:
     for _ in range(2):
         with profile(activities=[ProfilerActivity.CPU]) as seen:
             mean_square(model, batch(0, place.rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return spans(seen)
 
 
@@ -246,5 +240,4 @@ def _lies_in_its_root(found: list[Span]) -> None:
     for root, units in zip(roots, (NAMES[1:], NAMES[:0:-1]), strict=True):
         inner = [s for s in found if s[0].startswith("compute ") and s != root and root[1] <= s[1] <= root[2]]
         assert [name for name, _, _ in inner] == [f"compute {unit}" for unit in units]
-        assert all(a[2] <= b[1] for a, b in itertools.pairwise(inner))
-        assert inner[-1][2] <= root[2]
+        assert all(a[2] <= b[1] for a, b in itertools.pairwise(inner)) and inner[-1][2] <= root[2]

@@ -17,7 +17,7 @@ from fsdp_lab.engine import full_state, no_sync, sharded_parameters, unshard
 from fsdp_lab.engine.collectives import CommHandle
 from fsdp_lab.spec.spec import Strategy
 from tests.engine.simulated import SimulatedDevice, Wait
-from tests.engine.toys import Net, batch, by_block, make
+from tests.engine.toys import Net, batch, by_block, make, update
 from tests.pool import Place, Pool
 from tests.wire.simulated_wire import Over, wire_on_device
 
@@ -69,8 +69,7 @@ def train(place: Place, name: str, device: SimulatedDevice | None = None) -> tup
             is_kept = which.keeps and micro < which.micro_batches - 1
             with no_sync(model) if is_kept else nullcontext():
                 model(x).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     asked = (Counter(device.waits), Counter(device.counts)) if device is not None else (Counter(), Counter())
     return {name: t.clone() for name, t in full_state(model)}, *asked
 

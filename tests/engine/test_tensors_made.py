@@ -8,7 +8,7 @@ import torch
 
 from fsdp_lab.bench.host import tensors_made
 from fsdp_lab.engine import flats_of, full_state, sharded_parameters, units_of
-from tests.engine.toys import Net, batch, by_block, make, mean_square
+from tests.engine.toys import Net, batch, by_block, make, mean_square, update
 from tests.pool import Place, Pool
 
 STEPS = 6
@@ -24,8 +24,7 @@ def made(place: Place, flat: bool, foreach: bool) -> tuple[list[int], int, int, 
 
     def step() -> None:
         mean_square(model, x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
     for _ in range(3):
         step()

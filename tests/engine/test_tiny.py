@@ -40,8 +40,7 @@ class Tied(nn.Module):
         again = partial(checkpoint, use_reentrant=False, early_stop=False)
         first, second, third = (partial(again, block) if self.recompute else block for block in self.blocks)
         x = first(x)
-        logits: Tensor = self.head(first(second(x) + third(x)))
-        return logits
+        return self.head(first(second(x) + third(x)))
 
 
 def train(

@@ -85,17 +85,14 @@ def by_units(place: Place, name: str) -> list[float]:
             [{**hybrid, **kept}, {"reshard_after_forward": 2}, copies],
             {**hybrid, "offload_policy": OffloadPolicy.ALL},
         ),
-        "resharding of their own": (
-            [kept, {}, held],
-            {"offload_policy": OffloadPolicy.OPTIMIZER, "prefetch_policy": ahead},
-        ),
+        "own resharding": ([kept, {}, held], {"offload_policy": OffloadPolicy.OPTIMIZER, "prefetch_policy": ahead}),
     }
     return train_by_units(place, *of_units[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "world_size"),
-                         [("replicated root", 3), ("all kinds", 4), ("resharding of their own", 2)])  # fmt: skip
+                         [("replicated root", 3), ("all kinds", 4), ("own resharding", 2)])  # fmt: skip
 def test_units_of_different_strategies(pool: Pool, name: str, world_size: int) -> None:
     """Against a plain model on the whole batch; and every rank clips by the same number."""
     norms = pool.run(by_units, world_size, name)
@@ -170,10 +167,8 @@ def not_together(place: Place) -> None:
     )
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     half = DeviceMesh.from_group(halves[place.rank // 2], "cpu", mesh_dim_names=("shard",))
-    says = (
-        r"blocks.1 was sharded over ranks \[\d, \d\], and Net around it is to be over \[0, 1, 2, 3\]; give all units "
-    )
-    refuses(says + "of a model meshes of the same ranks", {"mesh": half}, {})
+    says = r"blocks.1 was sharded over ranks \[\d, \d\], and Net around it is to be over \[0, 1, 2, 3\]; give all units"
+    refuses(says + " of a model meshes of the same ranks", {"mesh": half}, {})
 
 
 def prefetching_of_an_inner_unit(place: Place) -> None:

@@ -54,8 +54,7 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 7), nn.Linear(7, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return out
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
@@ -108,8 +107,12 @@ def batch(step: int, rank: int, rows: int = 3) -> Tensor:
 
 
 def mean_square(model: nn.Module, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).float().square().mean()
-    return loss
+    return model(x).float().square().mean()
+
+
+def update(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def gradients(model: nn.Module, loss: Loss, batches: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -129,14 +132,12 @@ def plain_step(model: nn.Module, loss: Loss, batches: Sequence[Tensor], optimize
     found = gradients(model, loss, batches)
     for name, p in model.named_parameters():
         p.grad = found.get(name)
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
 
 
 def assert_equal(sharded: nn.Module, plain: nn.Module) -> None:
     """Every parameter, bit for bit."""
-    wanted = dict(plain.named_parameters())
-    found = dict(full_state(sharded))
+    wanted, found = dict(plain.named_parameters()), dict(full_state(sharded))
     assert found.keys() <= wanted.keys()
     differ = {name: (t - wanted[name]).abs().max() for name, t in found.items() if not torch.equal(t, wanted[name])}
     assert not differ, differ
@@ -185,8 +186,7 @@ def train_beside(
         assert torch.equal(found, loss(plain, batches[place.rank])), (step, found)
         found.backward()
         before_update(model, optimizer, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         plain_step(plain, loss, batches, plain_optimizer)
         assert_equal(model, plain)
     after = [p for p in plain.parameters() if p.requires_grad]

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_lab import engine as ours
-from tests.engine.toys import WIDTH, Net
+from tests.engine.toys import WIDTH, Net, update
 
 PARTS = 4
 BOUND = 1e-6
@@ -228,8 +228,7 @@ def tokens(*shape: int, seed: int, vocabulary: int = 11) -> Tensor:
 def step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     """Backward, step, and no gradients."""
     loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
 
 
 def net(e: Engine, depth: int = 3) -> Any:

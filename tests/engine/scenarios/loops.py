@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.engine.scenarios.engines import Engine, Kind, Scenario, inputs, net, square, step, train
-from tests.engine.toys import WIDTH, Net
+from tests.engine.toys import WIDTH, Net, update
 
 
 # -- several forwards before one backward ------------------------------------------------------------------------------
@@ -88,8 +88,7 @@ def every_second(e: Engine) -> None:
                 loss = square(e, model, 10 * i + k) / 5
                 loss.backward()
             e.record_loss(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     e.record_model(model)
 
 
@@ -105,8 +104,7 @@ class EarlyExit(Net):
         x = self.first(x)
         for block in self.blocks[: depth + 1]:
             x = block(x)
-        out: Tensor = self.exits[depth](x)
-        return out
+        return self.exits[depth](x)
 
 
 def early_exit(e: Engine) -> None:
@@ -120,8 +118,7 @@ def early_exit(e: Engine) -> None:
         loss.backward()
         unused = sorted(n for n, p in model.named_parameters() if p.grad is None)
         e.record("unused " + " ".join(unused), len(unused))
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     e.record_model(model)
 
 
@@ -160,8 +157,7 @@ def anchored(e: Engine) -> None:
         with torch.no_grad():
             for name, p in model.named_parameters():
                 p.grad.add_(p - anchor[name], alpha=0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     e.record_model(model)
 
 

@@ -8,11 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from tests.engine.scenarios.engines import Engine, Kind, Scenario, square, step, tokens, train
-from tests.engine.toys import Block, Net
-
-
-def _by_adam(e: Engine, model: Any) -> None:
-    train(e, e.shard(model, model.blocks))
+from tests.engine.toys import Block, Net, update
 
 
 class WeightNormed(Block):
@@ -24,13 +20,13 @@ class WeightNormed(Block):
 
 
 def parametrized_weights(e: Engine) -> None:
-    _by_adam(e, Net(depth=2, block=WeightNormed))
+    model = Net(depth=2, block=WeightNormed)
+    train(e, e.shard(model, model.blocks))
 
 
 # -- what is trained ---------------------------------------------------------------------------------------------------
 def gradual_unfreezing(e: Engine) -> None:
-    """Only the head learns at first; then block after block from the last one, each with a group of its own. In the end the
-    head is frozen, although the optimizer has it."""
+    """First the head learns, then block after block from the last one, each with a group; at last the head is frozen."""
     model = Net(depth=2).requires_grad_(False)
     model.last.requires_grad_(True)
     model = e.shard(model, model.blocks)
@@ -79,8 +75,7 @@ def autocast_around_a_step(e: Engine) -> None:
                 loss = square(e, model, 10 * i + k)
                 loss.backward()
                 e.record_loss(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     e.record_model(model)
 
 
@@ -99,8 +94,7 @@ def _of_transformers(family: str, head: str, **config: Any) -> Any:
 
 def _labelled(e: Engine, model: Any, i: int) -> Tensor:
     ids = e.rows(tokens(2, 8, seed=i, vocabulary=31)).flatten(0, 1)
-    loss: Tensor = model(input_ids=ids, labels=ids).loss
-    return loss
+    return model(input_ids=ids, labels=ids).loss
 
 
 def _fine_tune(e: Engine, model: Any, units: Any) -> None:
@@ -128,9 +122,7 @@ def peft_lora(e: Engine) -> None:
     peft = pytest.importorskip("peft")
 
     base = _of_transformers("llama", "AutoModelForCausalLM", **_LLAMA)
-    config = peft.LoraConfig(
-        r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM"
-    )
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(base, config, autocast_adapter_dtype=False)
     _fine_tune(e, model, model.base_model.model.model.layers)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests.engine.scenarios.engines import Engine, Kind, Scenario, drawn, inputs, net, square, step, train
-from tests.engine.toys import WIDTH
+from tests.engine.toys import WIDTH, update
 
 
 def _with(e: Engine, make: Callable[..., torch.optim.Optimizer]) -> None:
@@ -66,8 +66,7 @@ def _between(e: Engine, do: Callable[[Any], None], depth: int = 3, **options: An
         e.record_loss(loss)
         loss.backward()
         do(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     e.record_model(model)
 
 
@@ -110,8 +109,7 @@ def gradients_kept(e: Engine) -> None:
         for p in last:
             q = next(q for q in parameters if q.shape == p.shape)
             p.grad, q.grad = q.grad, p.grad
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     e.record_model(model)
 
 
@@ -122,11 +120,9 @@ def temperature(e: Engine) -> None:
     optimizer = torch.optim.AdamW([*model.parameters(), scale], lr=1e-2)
     for i in range(3):
         (model(inputs(e, i)) * scale.exp()).square().mean().backward()
-        assert scale.grad is not None
         scale.grad = e.mean(scale.grad)
         e.record("norm", torch.nn.utils.clip_grad_norm_([*model.parameters(), scale], 0.01))
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     e.record_model(model)
     e.record("scale", scale)
 

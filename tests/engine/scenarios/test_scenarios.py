@@ -26,8 +26,7 @@ def _runs(place: Place, name: str, kinds: list[Kind], meter: Meter | None) -> li
     where = {"rank": place.rank, "world_size": place.world_size}
     runs = [run(SCENARIOS[name], kind, meter, **where) for kind in kinds]
     if SCENARIOS[name] in loops.SCENARIOS:
-        kept = partial(engine.fully_shard, reshard_after_forward=False)
-        with patch.object(engine, "fully_shard", kept):
+        with patch.object(engine, "fully_shard", partial(engine.fully_shard, reshard_after_forward=False)):
             runs.append(run(SCENARIOS[name], Kind.OURS, **where))
     return runs
 
@@ -75,5 +74,4 @@ def test_what_was_saved_goes_on(
     (saves, before), (reads, after) = writer, reader
     pool.run(_of_checkpoints, before, partial(checkpoints.written, how=how), saves, folder)
     found = agree(pool.run(_of_checkpoints, after, partial(checkpoints.read, how=how), reads, folder))
-    unbroken = run(Scenario(script=checkpoints.unbroken), Kind.ONE)
-    assert differences(found.log, unbroken.log, BOUND) == {}
+    assert differences(found.log, run(Scenario(script=checkpoints.unbroken), Kind.ONE).log, BOUND) == {}
