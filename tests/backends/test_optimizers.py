@@ -39,9 +39,8 @@ def test_the_arguments_are_those_of_the_class_with_its_defaults(name: str) -> No
     signature = dict(inspect.signature(getattr(torch.optim, TorchOptimizer(name=name).class_name)).parameters)
     assert known.keys() == signature.keys() - ELSEWHERE.keys()
     assert {a: signature[a].default for a in KERNELS} == dict.fromkeys(KERNELS)
-    assert {a: default for a, default in known.items() if a not in KERNELS} == {
-        a: signature[a].default for a in known.keys() - {*KERNELS}
-    }
+    defaults = {a: signature[a].default for a in known.keys() - {*KERNELS}}
+    assert {a: default for a, default in known.items() if a not in KERNELS} == defaults
 
 
 # -- every backend -------------------------------------------------------------------------------------------------------
@@ -87,7 +86,6 @@ def _states(place: Place, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
         steps(place, part, backend, i, 1)
         states = (state.items() for state in backend.optimizer.state.values())
         found.append({slot: local_tensor(t).tolist() for state in states for slot, t in state})
-    assert backend is not None
     backend.release()
     return found
 
@@ -120,9 +118,7 @@ def test_classes_of_torch_are_listed_here_or_refused() -> None:
     refused = {"LBFGS", "Adafactor", "Muon", "SparseAdam"} & found
     assert found - refused - {"Optimizer"} == {name for name, _ in MORE} | {"AdamW", "SGD"} == set(_SLOTS)
     for name in refused:
-        with pytest.raises(
-            SpecError, match=f"workload.optimizer: {name} .*, and a rank has parts of them, cut anywhere"
-        ):
+        with pytest.raises(SpecError, match=f"workload.optimizer: {name} .* a rank has parts of them, cut anywhere"):
             check_optimizer(spec_of(name, {}).workload)
 
 
@@ -160,10 +156,7 @@ def test_what_torch_refuses_is_refused_in_a_sentence(name: str, args: dict[str, 
 # -- frozen parameters -----------------------------------------------------------------------------------------------
 EARLY = ["transformer.wte.*", "transformer.wpe.*", "transformer.h.0.*"]  # nothing needs their backward
 INSIDE = ["transformer.h.*.attn.*", "*.bias"]  # a unit with both kinds
-GROUPS = [
-    {"match": ["transformer.h.0.*", "*.wte.*"], "lr": 0.001},
-    {"match": ["*.ln_*", "*.bias"], "weight_decay": 0.5},
-]
+GROUPS = [{"match": ["transformer.h.0.*", "*.wte.*"], "lr": 1e-3}, {"match": ["*.ln_*", "*.bias"], "weight_decay": 0.5}]
 STRATEGIES = [{"backend": "fsdp2"}, {"offload": "all", "wrap": "whole"}, {"offload": "optimizer", "sharding": "zero1"},
               {"recompute": "full", "wrap": "every:2", "forward_prefetch": 2}, {"backend": "fsdp2", "offload": "all"},
               {"backend": "fsdp1", "recompute": "every:2", "wrap": "whole"}]  # fmt: skip
@@ -212,7 +205,6 @@ def _held(place: Place, given: list[dict[str, Any]]) -> list[tuple[int, int]]:
         state = (t for s in backend.optimizer.state.values() for t in s.values() if t.dim())
         found.append((sum(getattr(t, "_local_tensor", t).numel() for t in state), gradients[0]))
         assert not backend.parked
-    assert backend is not None
     backend.release()
     return found
 
@@ -278,8 +270,6 @@ def test_the_first_match_counts_and_wrong_groups_are_refused() -> None:
                   [{"match": ["*"], "lr": 1, "betas": 2}], [{"match": ["*"], "weight_decay": -1}]):  # fmt: skip
         refused = Spec().validate(param_groups=wrong)
         assert refused is not None and refused.field == "workload.param_groups", wrong
-    with pytest.raises(
-        SpecError, match=r"workload.param_groups: 'h.\*' matches no parameter; give a pattern of names such as"
-    ):
+    with pytest.raises(SpecError, match=r"workload.param_groups: 'h.\*' matches no parameter; give a pattern of names"):
         skeleton = build_skeleton(resolve(SMALL))
         check(skeleton, spec_.replace(param_groups=[{"match": ["h.*"], "lr": 1}]), torch.device("cpu"))

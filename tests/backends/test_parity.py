@@ -82,15 +82,10 @@ def _trained_offloaded(place: Place, given: dict[str, Any]) -> tuple[list[float]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world_size", "changes"), [(1, {}), (2, {"sharding": "no_shard"}), (2, {"precision": "bf16"})]
-)
-def test_what_fsdp1_offloads_begins_with_the_initial_values_and_is_freed(
-    pool: Pool, world_size: int, changes: dict[str, Any]
-) -> None:
-    offloaded = spec(world_size, backend="fsdp1", offload="all", **changes)
-    plain = spec(world_size, backend="fsdp1", **changes)
-    both = (pool.run(_trained_offloaded, world_size, s.to_dict())[0] for s in (offloaded, plain))
+@pytest.mark.parametrize(("ranks", "changes"), [(1, {}), (2, {"sharding": "no_shard"}), (2, {"precision": "bf16"})])
+def test_what_fsdp1_offloads_has_the_initial_values_and_is_freed(pool: Pool, ranks: int, changes: dict[str, Any]):
+    offloaded, plain = (spec(ranks, backend="fsdp1", **more, **changes) for more in ({"offload": "all"}, {}))
+    both = (pool.run(_trained_offloaded, ranks, s.to_dict())[0] for s in (offloaded, plain))
     (mine, copies, held), (theirs, *_) = both
     assert mine == pytest.approx(theirs, rel=1e-6) and copies and not held
 

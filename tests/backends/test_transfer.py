@@ -59,14 +59,11 @@ def test_everybody_gets_each_element_once_from_one_that_holds_it(case: Case) -> 
             assert found.get((rank, name), []) == list(range(*bounds))
 
 
-def test_replicas_share_the_giving() -> None:
+def test_replicas_share_the_giving_and_what_nobody_holds_is_named() -> None:
     """Two shards on two replicas; everybody wants all: each asks another."""
     held: list[Layout] = [{"p": (0, 4)}, {"p": (4, 8)}] * 2
     asked = [(m.source, m.target) for m in plan_transfers(["p"], held, [{"p": (0, 8)}] * 4) if m.source != m.target]
     assert asked == [(1, 0), (2, 1), (3, 2), (0, 3)]
-
-
-def test_what_nobody_holds_is_named() -> None:
     with pytest.raises(ValueError, match=r"no rank holds p\[2:4\]"):
         plan_transfers(["p"], [{"p": (0, 2)}, {"p": (0, 0)}], [{"p": (0, 4)}, {"p": (0, 0)}])
 
@@ -94,7 +91,6 @@ def _trained(place: Place, device: SimulatedDevice | None = None) -> list[float]
         one = spec("gpt2", place.world_size, backend="lab", **changes)
         backend = start(place, one, backend)
         losses += steps(place, one, backend, len(losses), 1)
-    assert backend is not None
     suspended = suspend_state(backend)
     total = sum(float(t.sum()) for t in suspended.values.values())
     backend.release()

@@ -62,8 +62,7 @@ class CalledTwice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.blocks
-        found: Tensor = first(torch.tanh(second(torch.tanh(first(x)))))
-        return found
+        return first(torch.tanh(second(torch.tanh(first(x)))))
 
 
 class ValuesOf:
@@ -132,18 +131,12 @@ def said(place: Place, named: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_each_mistake_is_named(pool: Pool) -> None:
-    """In a run each: an engine that is stopped half way may leave a collective of one rank alone, which must not meet that
-    of the next engine."""
+def test_each_mistake_is_named_and_right_engines_pass_the_inspection(pool: Pool) -> None:
+    """In a run each: an engine that is stopped half way may leave a collective of one rank alone."""
     for name, (sharding, text) in WRONG.items():
         for told in pool.run(said, 2, {name: spec(name, sharding).to_dict()}, timeout_s=60):
             assert re.match(rf"strategy\.engine: {name}\b.*{text}", told[name]), (name, text, told[name])
-
-
-@pytest.mark.slow
-def test_right_engines_pass_the_inspection(pool: Pool) -> None:
-    """On three ranks, where parts have padding."""
-    wanted = {name: spec(*of, world_size=3).to_dict() for name, of in RIGHT.items()}
+    wanted = {name: spec(*of, world_size=3).to_dict() for name, of in RIGHT.items()}  # where parts have padding
     for told in pool.run(said, 3, wanted, timeout_s=60):
         assert told == dict.fromkeys(RIGHT, "")
 

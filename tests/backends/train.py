@@ -17,8 +17,7 @@ from tests.pool import Place
 
 
 def start(place: Place, spec: Spec, before: Backend | None = None) -> Backend:
-    config = resolve(spec.workload.model)
-    skeleton = remembered.skeleton(config)
+    skeleton = remembered.skeleton(resolve(spec.workload.model))
     initial = Initializer(skeleton, spec.workload.seed)
     backend = build(skeleton, spec, place.info.device)
     if before is None:

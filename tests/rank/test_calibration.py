@@ -99,7 +99,5 @@ def test_a_link_of_nccl_is_timed_by_the_device_on_large_tensors(monkeypatch: pyt
     ("Tesla T4", {"bf16"}), ("Tesla V100-SXM2-16GB", {"bf16"}), ("NVIDIA A100-SXM4-80GB", {"fp32"}),
     ("A GPU that is not in the table", set()), ("CPU", set()),
 ])  # fmt: skip
-def test_a_precision_is_noted_beside_times_only_where_the_data_sheet_has_no_tensor_cores_for_it(
-    name: str, noted: set[str]
-) -> None:
+def test_a_precision_is_noted_only_where_the_data_sheet_has_no_tensor_cores_for_it(name: str, noted: set[str]) -> None:
     assert {dtype for dtype in ("bf16", "fp16", "fp32") if precision_notes(name, dtype)} == noted

@@ -104,18 +104,17 @@ def resumed(pool: Pool, plan: Sequence[tuple[dict[str, Any], str]]) -> list[Any]
     return pool.run(_resumed, 2, [(spec(**changes).to_dict(), path) for changes, path in plan], reduction=None)
 
 
-def _same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
+OF_A_STEP = ("step", "samples", "lr", "loss", "grad_norm", "checksum")
+
+
+def _same(one: list[dict[str, Any]], other: list[dict[str, Any]], names: Sequence[str] = OF_A_STEP) -> None:
     for a, b in zip(one, other, strict=True):
-        assert (a["step"], a["samples"]) == (b["step"], b["samples"])
-        assert [a[name] for name in ("lr", "loss", "grad_norm", "checksum")] == [
-            b[name] for name in ("lr", "loss", "grad_norm", "checksum")
-        ]
+        assert [a[name] for name in names] == [b[name] for name in names]
 
 
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_bit_for_bit(pool: Pool, undisturbed: list[Any]) -> None:
-    saved = [ended["path"] for _, _, ended in undisturbed[0]]
-    again = resumed(pool, list(zip(KINDS, saved, strict=True)))
+    again = resumed(pool, list(zip(KINDS, [ended["path"] for _, _, ended in undisturbed[0]], strict=True)))
     for kind in range(len(KINDS)):
         for rank in range(2):
             events, drawn, ended = undisturbed[rank][kind]
@@ -154,9 +153,7 @@ def test_a_resume_with_other_patterns_is_as_a_switch(pool: Pool, tmp_path: Path)
     again = call("restore", "again", all_but_biases.to_dict(), str(tmp_path))
     resumed = play(pool, 2, again, train(2, checks=[3]), reduction="rank_ordered")
     for one, other in zip(switched, resumed, strict=True):
-        assert [(e["mean_loss"], e["checksum"]) for e in one[-1]["events"]] == [
-            (e["mean_loss"], e["checksum"]) for e in other[-1]["events"]
-        ]
+        _same(one[-1]["events"], other[-1]["events"], ("mean_loss", "checksum"))
 
 
 def passed_on(pool: Pool, path: str, root: Path, given: Sequence[Spec]) -> str:
@@ -164,8 +161,7 @@ def passed_on(pool: Pool, path: str, root: Path, given: Sequence[Spec]) -> str:
     root.mkdir()
     for one in given:
         restore, save = call("restore", "passed on", one.to_dict(), path), call("save", str(root))
-        told = play(pool, one.world_size, restore, save, call("saves", 30.0))
-        path = told[0][2]["ended"][-1]["path"]
+        path = play(pool, one.world_size, restore, save, call("saves", 30.0))[0][2]["ended"][-1]["path"]
     return path
 
 
@@ -185,10 +181,7 @@ def test_through_other_backends_and_other_numbers_of_ranks_no_bit_is_lost(
     for rank in range(2):
         _same(undisturbed[rank][kind][0], again[rank][1][1])
         events, (back, resumed_events, _) = undisturbed[rank][0][0], again[rank][0]
-        for one, other in zip(events, resumed_events, strict=True):
-            assert [one[name] for name in ("step", "samples", "lr", "loss")] == [
-                other[name] for name in ("step", "samples", "lr", "loss")
-            ]
+        _same(events, resumed_events, OF_A_STEP[:4])
         sums = [sums[0] + events[-1]["checksum"], sums[1] + resumed_events[-1]["checksum"]]
         assert any("random numbers" in note for note in back["notes"])
     assert sums[0] % 2**64 == sums[1] % 2**64
@@ -266,8 +259,7 @@ def test_what_is_torn_is_recognised_and_the_last_good_one_is_found(tmp_path: Pat
     good, broken = (_written(tmp_path, step).path for step in (1, 2))
     harm(broken)
     assert [path.name.removesuffix(PARTIAL) for path in incomplete_checkpoints(tmp_path)] == [broken.name]
-    assert said in next(iter(incomplete_checkpoints(tmp_path).values()))
-    assert find(tmp_path).path == good
+    assert said in next(iter(incomplete_checkpoints(tmp_path).values())) and find(tmp_path).path == good
     shutil.rmtree(good)
     with pytest.raises(ArgumentError, match=broken.name):
         find(tmp_path)
@@ -283,8 +275,7 @@ def test_the_newest_few_are_kept_and_the_best(tmp_path: Path) -> None:
     kinds = [("step", "run"), ("best", "run"), ("step", "run"), ("step", "other"), ("best", "run"), ("last", "run")]
     made = [_written(tmp_path, step, kind, run).path for step, (kind, run) in enumerate(kinds)]
     assert prune(tmp_path, "run", last=2) == [made[1], made[0]]
-    assert [c.path for c in checkpoints(tmp_path)] == made[2:]
-    assert not incomplete_checkpoints(tmp_path)
+    assert [c.path for c in checkpoints(tmp_path)] == made[2:] and not incomplete_checkpoints(tmp_path)
 
 
 NUMBERS = [Chunk(name=f"parameter.p{i}", start=0, values=torch.full((20_000,), float(i))) for i in range(12)]
@@ -431,5 +422,4 @@ def _busy_disk(place: Place, root: str) -> tuple[str, list[int], str]:
 def test_a_save_does_not_wait_for_ever_for_the_one_before(pool: Pool, tmp_path: Path) -> None:
     (said, steps, errors), (too, others, _) = pool.run(_busy_disk, 2, str(tmp_path), reduction=None)
     assert said == too and "save: rank 1 did not finish writing the checkpoint before this one in 0.5 s" in said
-    assert steps == others == [0, 1] and errors == ""
-    assert [c.step for c in checkpoints(tmp_path)] == [0, 2]
+    assert steps == others == [0, 1] and errors == "" and [c.step for c in checkpoints(tmp_path)] == [0, 2]

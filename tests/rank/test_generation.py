@@ -71,8 +71,7 @@ def _unsharded_bytes(backend: Backend) -> int:
 
 
 def _generated(place: Place, given: list[dict[str, Any]]) -> list[Any]:
-    """Of each Spec, after a step: this rank's texts, transformers' own, and the bytes of gathered parameters before and
-    after the texts."""
+    """Of each Spec, after a step: this rank's texts, transformers' own, and gathered bytes before and after the texts."""
     found = []
     with closing(session(place)) as s:
         for one in given:
@@ -105,13 +104,11 @@ def test_an_evaluation_has_its_texts_and_what_is_drawn_depends_on_the_seed(pool:
     asked = train(3, evaluations={1: 2}, prompts=PROMPTS, sampling={"new_tokens": TOKENS})
     by_world = []
     for world_size in (1, 2):
-        given = spec(world_size, micro_batch=4 // world_size)
-        of_ranks = play(pool, world_size, apply(given), asked, *calls)
+        of_ranks = play(pool, world_size, apply(spec(world_size, micro_batch=4 // world_size)), asked, *calls)
         for rank, (_, trained, first, again, other) in enumerate(of_ranks):
             completions = [e["completions"] for e in trained["events"]]
             assert completions[0] == completions[2] == []
-            assert [prompt for prompt, _ in completions[1]] == PROMPTS[rank::world_size]
-            assert first == again != other
+            assert [prompt for prompt, _ in completions[1]] == PROMPTS[rank::world_size] and first == again != other
         by_world.append({number: text for told in of_ranks for number, text in told[2]["texts"].items()})
     assert by_world[0].keys() == by_world[1].keys()
     same = sum(by_world[0][number] == by_world[1][number] for number in by_world[0])
@@ -221,8 +218,7 @@ def _stopped(place: Place, given: dict[str, Any]) -> Any:
 
         batches.held_out = stalls  # type: ignore[method-assign]
         if place.rank == 0:
-            waiter = threading.Thread(target=lambda: evaluating.wait(20) and os.kill(os.getpid(), signal.SIGINT))
-            waiter.start()
+            threading.Thread(target=lambda: evaluating.wait(20) and os.kill(os.getpid(), signal.SIGINT)).start()
         stopped = s.train(5, evaluations={1: SAMPLES})
         batches.held_out = inner  # type: ignore[method-assign]
         rest = s.train(2, evaluations={2: SAMPLES})
@@ -231,11 +227,9 @@ def _stopped(place: Place, given: dict[str, Any]) -> Any:
 
 def test_a_stop_during_an_evaluation_gives_it_up_and_keeps_the_step(pool: Pool, steady: list[float]) -> None:
     for stopped, rest in pool.run(_stopped, 2, spec().to_dict(), reduction=None):
-        assert stopped["stopped"] and stopped["step"] == 2
-        assert [e["step"] for e in stopped["events"]] == [0, 1]
+        assert stopped["stopped"] and stopped["step"] == 2 and [e["step"] for e in stopped["events"]] == [0, 1]
         assert all(e["eval_loss"] is None for e in stopped["events"])
-        assert [e["mean_loss"] for e in [*stopped["events"], *rest]] == steady[:4]
-        assert rest[0]["eval_loss"] > 0
+        assert [e["mean_loss"] for e in [*stopped["events"], *rest]] == steady[:4] and rest[0]["eval_loss"] > 0
 
 
 def test_what_is_not_held_out_is_refused_and_nothing_is_trained(pool: Pool) -> None:

@@ -72,8 +72,7 @@ LONG_S = 1.3 * WIRE_S
 
 
 def _works_long(place: Place) -> tuple[list[int], set[str]]:
-    """Rank 1 draws initial values, and then compiles in its second step, for longer than the hang limit and the wire's
-    timeout. The steps that were made, and what beats named."""
+    """Rank 1 draws values, and compiles in its second step, for longer than the limit. Steps, and what beats named."""
     beats: list[dict[str, Any]] = []
     s = session(place, timeout_s=WIRE_S, hang_s=LIMIT_S)
     read = s._heartbeat._read
@@ -178,8 +177,7 @@ def _on_rank_1(place: Place, s: Session, do: Callable[[], object]) -> AbstractCo
 
 
 def _given_up(place: Place) -> Any:
-    """What is said of links that cannot be emulated, and of steps that SIGINT on rank 0, an error and a hang end; and all
-    losses."""
+    """What is said of links that cannot be emulated, and of steps that SIGINT, an error and a hang end; and all losses."""
     said: list[Any] = []
     with closing(session(place, reduction="rank_ordered", hang_s=LIMIT_S)) as s:
         slow = call("arm", {"kind": "slow", "ranks": [1], "factor": 50})

@@ -82,10 +82,8 @@ def test_loss_gradients_and_evaluation_are_those_of_one_process(pool: Pool, tmp_
         given = [spec(world_size, **changes, **BACKENDS[backend], **split).to_dict() for backend in kinds]
         found = pool.run(_one_step, world_size, given, reduction=None)[0]
         for got_loss, got_norm, got_eval, got_after in found:
-            assert (got_loss, got_norm) == found[0][:2]
-            assert got_loss == pytest.approx(loss, rel=1e-6)
-            assert got_norm == pytest.approx(norm, rel=1e-5)
-            assert got_eval == pytest.approx(eval_loss, rel=1e-5)
+            assert (got_loss, got_norm) == found[0][:2] and got_loss == pytest.approx(loss, rel=1e-6)
+            assert got_norm == pytest.approx(norm, rel=1e-5) and got_eval == pytest.approx(eval_loss, rel=1e-5)
             for name, values in after.items():
                 np.testing.assert_array_equal(got_after[name], found[0][3][name], err_msg=name)
                 np.testing.assert_allclose(got_after[name], values, rtol=0, atol=2e-6, err_msg=name)

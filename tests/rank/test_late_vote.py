@@ -172,8 +172,7 @@ ENDS = {  # what is said, and how many steps are committed
 
 @pytest.mark.parametrize("what", ENDS)
 def test_all_ranks_end_after_the_same_step(pool: Pool, undisturbed: list[Any], what: str) -> None:
-    """A step that is not finite is applied on none, and found when the next one begins. What one device has applied is
-    applied on every rank. The training goes on."""
+    """A step that is not finite is applied on none, and found when the next one begins; what one has applied, all have."""
     said, ends = ENDS[what]
     for rank, found in enumerate(pool.run(simulated, 2, _disturbed, what, reduction=None)):
         all_events, states = undisturbed[rank]

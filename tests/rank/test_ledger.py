@@ -96,8 +96,7 @@ def check_what_stays(event: StepEvent, name: str) -> None:
     begin, reduced, end = (at(event, *where) for where in (
         ("begin", "root", "begin"), ("update", "root", "begin"), ("update", "root", "end")))  # fmt: skip
     assert begin.optimizer_bytes == reduced.optimizer_bytes == end.optimizer_bytes == 2 * mine  # AdamW
-    assert reduced.gradients_bytes == mine
-    assert reduced.unsharded_bytes == 0
+    assert reduced.gradients_bytes == mine and reduced.unsharded_bytes == 0
     kept = mine if name in ("fsdp1", "ddp") else 0  # FSDP1 keeps them until the next forward, DDP its buckets
     assert begin.gradients_bytes == end.gradients_bytes == kept
     m = event.memory
@@ -184,8 +183,7 @@ def test_recompute_keeps_the_inputs_of_blocks_alone(events: dict[str, StepEvent]
     kept = 4 * BATCH * SEQ * WIDTH + torch.get_rng_state().nbytes  # so that dropout repeats itself
     ends = [at(again, "forward", f"transformer.h.{i}").activations_bytes for i in range(LAYERS)]
     assert [b - a for a, b in itertools.pairwise(ends)] == [pytest.approx(kept, abs=64)] * (LAYERS - 1)
-    assert again.memory.peak_bytes < plain.memory.peak_bytes
-    assert again.recompute_flops > 0 == plain.recompute_flops
+    assert again.memory.peak_bytes < plain.memory.peak_bytes and again.recompute_flops > 0 == plain.recompute_flops
     assert again.flops == plain.flops
 
 
@@ -226,8 +224,7 @@ def _operations_recorded(place: Place) -> list[list[str]]:
 
 
 def _hidden_while_recording(place: Place) -> list[Any]:
-    """Whether operations are hidden, and how many hooks the model has beyond its own: in a ledger step that is given up, and
-    after it."""
+    """Whether operations are hidden, and how many hooks are left: in a ledger step that is given up, and after it."""
     context, seen = WireContext(), []
     with running(place, spec()) as s:
         backend = trainer_of(s).backend
@@ -277,9 +274,8 @@ def test_what_a_gpu_s_allocator_holds_beyond_known_blocks_is_other(workspace: in
     result = _follow([*blocks, *_unknown(blocks, marks)], marks)
     sampled = {s.unit: s.classes.total_bytes for s in result.curve if s.moment == "begin"}
     assert sampled == {f"unit {at}": nbytes for at, nbytes in allocated.items()}
-    assert [s.classes.other_bytes for s in result.curve if s.moment == "begin"] == [
-        workspace + unseen for unseen in (0, 0, 30, 30)
-    ]
+    others = [s.classes.other_bytes for s in result.curve if s.moment == "begin"]
+    assert others == [workspace + unseen for unseen in (0, 0, 30, 30)]
     assert (result.peak.total_bytes, result.peak.other_bytes) == (180 + workspace, 30 + workspace)
 
 

@@ -57,7 +57,6 @@ def test_a_scaled_link_says_what_it_comes_to(pool: Pool) -> None:
     assert label == answer["notes"][-1] and label in theirs[0].notes
     found = re.fullmatch(r"Emulated link: ([\d.]+) ([kM])B/s \(100 Gb/s of h100, scaled by ([\d.e-]+): "
                          r"computing here in fp32 to its in fp32\)\.", label)  # fmt: skip
-    assert found is not None
     rate, scale = float(found[1]) * {"k": 1e3, "M": 1e6}[found[2]], float(found[3])
     assert rate == pytest.approx(12.5e9 * scale, rel=0.05)
     assert mine[0].peak_flops_per_s is not None and scale == pytest.approx(mine[0].peak_flops_per_s / 66.9e12, rel=0.05)
@@ -111,9 +110,7 @@ def test_hybrid_sharding_has_memory_inside_hosts_and_gloo_between_them(pool: Poo
         assert [(c.between, c.name) for c in whole] == [("ranks", "Gloo")]
 
 
-def test_a_switch_to_mapped_shards_and_from_them_keeps_every_bit_and_nothing_is_gathered(
-    pool: Pool, steady: list[float]
-) -> None:
+def test_switches_to_mapped_shards_and_back_keep_every_bit_and_gather_nothing(pool: Pool, steady: list[float]) -> None:
     kinds = [({}, 4), (MAPPED, 4), ({**MAPPED, "sharding": "zero1"}, 1), (DDP, 1)]
     (told, _), answers = follow(pool, [(spec(**changes), count) for changes, count in kinds])
     assert [e.mean_loss for e in told] == steady and all(answer["carried"] for answer in answers[1:])

@@ -172,7 +172,6 @@ def _stopped_in_a_step(place: Place, sent: Any, given: dict[str, Any]) -> tuple[
 
     def trained(steps: int) -> list[Any]:
         trainer = s.trainer
-        assert trainer is not None
         at = range(trainer.progress.step, trainer.progress.step + steps)
         return [(e["mean_loss"], e["eval_loss"]) for e in s.train(steps, evaluations=dict.fromkeys(at, 2))["events"]]
 

@@ -94,9 +94,8 @@ def test_masks_belong_to_the_samples_and_not_to_the_rank(pool: Pool) -> None:
     """Two ranks that accumulate two have the losses of one rank's first four micro-batches."""
     two = play(pool, 2, apply(spec(2, accumulate=2, dropout="config")), train(1))
     one = pool.run(_losses, 1, spec(1, dropout="config").to_dict(), reduction=None)[0]
-    assert [told["events"][0]["loss"] for _, told in two] == [
-        float(np.float32(np.float32(one[r]) + np.float32(one[r + 2]))) / 2 for r in range(2)
-    ]
+    means = [float(np.float32(np.float32(one[r]) + np.float32(one[r + 2]))) / 2 for r in range(2)]
+    assert [told["events"][0]["loss"] for _, told in two] == means
 
 
 def _losses(place: Place, given: dict[str, Any]) -> list[float]:
@@ -122,5 +121,4 @@ def test_draws_depend_on_seed_and_sample_and_end_with_the_context() -> None:
     for seed, sample in ((0, 0), (0, 0), (0, 4), (1, 0)):
         with drawing(seed, sample, device):
             found.append(torch.rand(4).tolist())
-    assert found[0] == found[1] and len(set(map(tuple, found))) == 3
-    assert torch.equal(torch.get_rng_state(), before)
+    assert found[0] == found[1] and len(set(map(tuple, found))) == 3 and torch.equal(torch.get_rng_state(), before)

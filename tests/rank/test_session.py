@@ -157,17 +157,14 @@ def test_events_say_what_was_measured(pool: Pool) -> None:
         assert a.samples == (i + 1) * 4 and a.tokens == 64 and a.checksum is None
         assert a.mean_loss == b.mean_loss == (a.loss + b.loss) / 2
         assert a.loss != b.loss  # each reads its own part
-        assert a.grad_norm == b.grad_norm > 0
-        assert a.flops > 6 * 40_000 * 64 and a.tflops > 0
+        assert a.grad_norm == b.grad_norm > 0 and a.flops > 6 * 40_000 * 64 and a.tflops > 0
         assert a.mfu is not None and 0 < a.mfu < 1
         assert "measured" in a.peak_source and a.peak_flops_per_s == b.peak_flops_per_s
         assert a.notes and "CPU" in a.notes[0]
         assert a.comm["all_gather"].calls >= 3 and a.comm["all_gather"].seconds > 0
-        assert a.comm["reduce_scatter"].link_bytes > 0
-        assert a.comm["control"].calls == 1
+        assert a.comm["reduce_scatter"].link_bytes > 0 and a.comm["control"].calls == 1
     assert [e.first_after_switch for e in mine] == [True, False, False, False]
-    assert [e.ledger for e in mine] == [False, False, True, False]
-    assert mine[3].mean_loss < mine[0].mean_loss
+    assert [e.ledger for e in mine] == [False, False, True, False] and mine[3].mean_loss < mine[0].mean_loss
 
 
 def test_switches_do_not_disturb_the_loss(pool: Pool) -> None:
@@ -314,8 +311,7 @@ def _forgets(place: Place) -> Any:
 def test_forget_gives_memory_back(pool: Pool) -> None:
     for names, freed, after, status in pool.run(_forgets, 2, reduction=None):
         assert names == ["device", "mesh", "model", "optimizer", "rank", "session", "world_size"]
-        assert freed > 10e6 and after is None
-        assert status["step"] is None and status["last_collective"]
+        assert freed > 10e6 and after is None and status["step"] is None and status["last_collective"]
 
 
 def _switches_groups(place: Place, plans: list[dict[str, Any]], rounds: int) -> list[tuple[int, int]]:
@@ -365,19 +361,16 @@ def test_each_step_is_a_line_of_json_and_ctrl_c_ends_all_ranks(tmp_path: Path) -
     (file := tmp_path / "spec.json").write_text(spec().to_json())
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0",
                "--standalone", "-m", "fsdp_lab.rank", str(file), "--steps", "100000"]  # fmt: skip
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert process.stdout is not None
-    lines = [process.stdout.readline() for _ in range(3)]
-    os.killpg(process.pid, signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    lines = [child.stdout.readline() for _ in range(3)]
+    os.killpg(child.pid, signal.SIGINT)
+    _, error = child.communicate(timeout=60)
     assert all(lines), error
     events = [StepEvent.from_dict(json.loads(line)) for line in lines]
     assert [e.step for e in events] == [0, 1, 2] and {e.rank for e in events} == {0}
-    assert events[0].comm["all_gather"].calls > 0 and process.returncode != 0
+    assert events[0].comm["all_gather"].calls > 0 and child.returncode != 0
     with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+        os.killpg(child.pid, 0)
 
 
 def test_another_number_of_ranks_is_refused_in_a_sentence(

@@ -74,14 +74,12 @@ def test_hybrid_sharding_names_the_all_reduce_too(pool: Pool) -> None:
 
 def test_host_copies_are_spans(pool: Pool) -> None:
     for _, told in play(pool, 2, apply(spec(offload="all")), train(3)):
-        last = StepEvent.from_dict(told["events"][-1])
-        assert set(moved(last.spans, Track.HOST_COPY)) == {*UNITS, "root"}
+        assert set(moved(StepEvent.from_dict(told["events"][-1]).spans, Track.HOST_COPY)) == {*UNITS, "root"}
 
 
 @pytest.mark.slow
 def test_tracing_changes_no_bit_and_the_ranks_clocks_agree(by_rank: list[list[list[StepEvent]]]) -> None:
-    """All steps are traced in one, and in the other two of them. No collective ends before its last rank has issued it, and
-    each is found on all its ranks by its number."""
+    """No collective ends before its last rank has issued it, and each is found on all its ranks by its number."""
     for plain, traced in zip(by_rank[0][::2], by_rank[0][1::2], strict=True):
         assert [(e.loss, e.grad_norm) for e in traced] == [(e.loss, e.grad_norm) for e in plain]
     for run in range(1, 2 * len(BACKENDS), 2):
@@ -141,8 +139,7 @@ def test_what_a_gpu_waits_for_is_read_from_its_kernels() -> None:
     ]
     found = KernelTimes.of(kernels)
     assert found.exposed_s == {"all_gather": 6.0, "reduce_scatter": 4.0, "other": 1.0, "control": 2.0}
-    assert (found.count, found.busy_s) == (8, 22.0)
-    assert KernelTimes.of(kernels[::-1]) == found
+    assert (found.count, found.busy_s) == (8, 22.0) and KernelTimes.of(kernels[::-1]) == found
     # what the profiler draws over kernels is no computing: `record_function`, and what torch opens around a collective
     kernels = [event("gemm", 0, 1), event(GATHER, 1, 5), event("gemm", 5, 6)]
     spans = [event("compute root", 0, 6, annotation=True), event("nccl:all_gather", 1, 5, annotation=True)]

@@ -134,10 +134,8 @@ def test_every_kind_arrives_and_is_counted(over: Run) -> None:
     for r, got in enumerate(over(_every_kind, 3)):
         totals, sequence = got.pop("totals"), got.pop("sequence")
         assert totals["all_to_all"] == (1, 8, True)  # 3 floats, of which 2 leave
-        assert totals["broadcast"][:2] == (1, 16)
-        assert totals["control"] == (1, 2 * 16 * 2 // 3, True)
-        assert totals["barrier"][1] == 0
-        assert sequence == sum(calls for calls, _, _ in totals.values()) - 1
+        assert totals["broadcast"][:2] == (1, 16) and totals["control"] == (1, 2 * 16 * 2 // 3, True)
+        assert totals["barrier"][1] == 0 and sequence == sum(calls for calls, _, _ in totals.values()) - 1
         assert got == {"gathered": [0.0] * 3 + [1.0] * 3 + [2.0] * 3, "listed": [0.0, 0.0, 1.0, 1.0, 2.0, 2.0],
                        "told": [1.0] * 4, "swapped": [10.0 * s + r for s in range(3)],
                        "objects": [{"rank": s} for s in range(3)], "biggest": 2.0, "ones": [3.0, 3.0],

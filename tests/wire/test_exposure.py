@@ -38,7 +38,5 @@ KNOWN: dict[str, tuple[list[Collective], dict[str, float]]] = {
 @pytest.mark.parametrize("case", KNOWN)
 def test_known_answers(case: str) -> None:
     collectives, wanted = KNOWN[case]
-    assert exposed(collectives) == wanted
-    assert exposed(collectives[::-1]) == wanted
-    told = {kind: t.exposed_seconds for kind, t in traffic(collectives).items() if t.exposed_seconds}
-    assert told == wanted
+    assert exposed(collectives) == wanted and exposed(collectives[::-1]) == wanted
+    assert {kind: t.exposed_seconds for kind, t in traffic(collectives).items() if t.exposed_seconds} == wanted

@@ -58,8 +58,7 @@ def _gathered(place: Place, sizes: list[int]) -> tuple[list[bool], list[int]]:
 
 
 def test_memory_is_used_again_and_grows_with_the_largest(pool: Pool) -> None:
-    sizes = [100] * STEPS + [5000] * STEPS + [100] * STEPS
-    for right, pieces in pool.run(_gathered, 3, sizes, reduction=None):
+    for right, pieces in pool.run(_gathered, 3, [100] * STEPS + [5000] * STEPS + [100] * STEPS, reduction=None):
         assert all(right) and len(right) > 3 * 3 * STEPS
         assert pieces[0] == pieces[STEPS - 1] < pieces[-1] <= pieces[0] + 4
         assert pieces[-1] == pieces[2 * STEPS + 1], "what is there serves what comes later"

@@ -63,8 +63,7 @@ def test_an_alarm_calls_in_order_and_forgets() -> None:
         alarm.at(start_s + after_s, lambda name=name: call(name))  # type: ignore[misc]
     assert done.wait(5)
     alarm.clear()
-    assert not alarm._due
-    assert [name for name, _ in called] == ["early", "late"]
+    assert not alarm._due and [name for name, _ in called] == ["early", "late"]
     assert called[0][1] >= 0.1 and called[1][1] >= 0.2
 
 
@@ -120,8 +119,7 @@ def test_several_in_flight_share_the_link(pool: Pool, by_future: bool, shared_me
 
 
 def _end_times(place: Place) -> tuple[float, float, bool]:
-    """What the meter says of a transfer that was over before anybody waited: its end, its exposed time; and whether it
-    was over too early."""
+    """Of a transfer that was over before anybody waited: its end, its exposed time; and whether it was over too early."""
     issue = _issue(place, "all_gather", 2 * MIB)
     place.context.link = Link(bytes_per_s=10e6)  # 0.105 s
     _start_together(place)

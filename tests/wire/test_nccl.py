@@ -50,8 +50,7 @@ def begin(place: Place, world: Wire) -> None:
 def _futures(place: Place) -> list[Any]:
     with opened(place) as (world, device):
         begin(place, world)
-        t = torch.full((N,), 1.0)
-        future = world.allreduce([t]).get_future()
+        future = world.allreduce([torch.full((N,), 1.0)]).get_future()
         seen = [len(device.main.behind), len(device.side.behind), future.done()]
         place.store.set("looked", "")
         value: Any = future.wait()
@@ -112,8 +111,7 @@ def _times(place: Place) -> list[tuple[float, float]]:
         if place.rank == 1:
             time.sleep(0.4)
         start_s = time.perf_counter()
-        works = [world.all_gather_single(torch.empty(2 * N), torch.ones(N)) for _ in range(2)]
-        for work in works:
+        for work in [world.all_gather_single(torch.empty(2 * N), torch.ones(N)) for _ in range(2)]:
             work.wait()
         place.context.end_timing()()
         return [(c.began_s - start_s, (c.end_s or 0.0) - start_s) for c in place.context.meter.take()]

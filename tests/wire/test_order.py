@@ -168,8 +168,7 @@ def _wrong(place: Place, wire: WireOnDevice, case: Case, device: SimulatedDevice
     """A race, or a wrong result, or ""."""
     found = _run(place, wire, case, device)
     operation = OPERATIONS[case.operation]
-    given = [_given(operation, rank, TURNS - 1) for rank in range(W)]
-    wanted = operation.gives(given, place.rank)
+    wanted = operation.gives([_given(operation, rank, TURNS - 1) for rank in range(W)], place.rank)
     same = all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
     return next(iter(device.races), "" if same else f"{found} is not {wanted}")
 

@@ -5,6 +5,7 @@ import os
 import random
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,10 @@ def test_waits_may_come_in_any_order(pool: Pool, world_size: int) -> None:
         pool.run(_in_any_order, world_size, seed, 60, shared_memory=True)
 
 
-def _far_ahead(place: Place, count: int) -> None:
+def _far_ahead(place: Place) -> None:
     """Rank 0 issues more than a ring has entries (256), before it waits for any; rank 1 waits for each."""
     open_ = []
-    for number in range(count):
+    for number in range(300):
         issued = _issued(place.world, place.rank, place.world_size, number, "all_gather")
         if place.rank == 0:
             open_.append(issued)
@@ -94,10 +95,6 @@ def _far_ahead(place: Place, count: int) -> None:
     for work, output, wanted in open_:
         work.wait()
         assert torch.equal(output, wanted)
-
-
-def test_a_rank_that_is_far_ahead_waits_for_room(pool: Pool) -> None:
-    pool.run(_far_ahead, 2, 300, shared_memory=True)
 
 
 def _differ(place: Place, what: str) -> str:
@@ -194,10 +191,6 @@ def _after_an_abort(place: Place) -> None:
     assert place.context._arena.used_bytes == 0
 
 
-def test_groups_are_opened_again_after_an_abort(pool: Pool) -> None:
-    pool.run(_after_an_abort, 2, shared_memory=True)
-
-
 def _reads_late(place: Place) -> float:
     """Rank 0 gives up and closes its groups, while rank 1 has yet to read what both have issued."""
     total = torch.full((70_000,), place.rank + 1.0)
@@ -255,8 +248,9 @@ def _unusual(place: Place) -> None:
     assert mean.item() == (2.0 if r == 1 else 1.0)
 
 
-def test_unusual_tensors(pool: Pool) -> None:
-    pool.run(_unusual, 2, shared_memory=True)
+@pytest.mark.parametrize("scenario", [_far_ahead, _after_an_abort, _unusual])
+def test_what_ranks_check_themselves(pool: Pool, scenario: Callable[[Place], None]) -> None:
+    pool.run(scenario, 2, shared_memory=True)
 
 
 def _interrupted(place: Place) -> str:
@@ -350,14 +344,10 @@ def _internet_sockets() -> set[str]:
 
 
 # -- the arena -------------------------------------------------------------------------------------------------------
-def test_size_classes_waste_at_most_an_eighth() -> None:
+def test_size_classes_waste_at_most_an_eighth_and_memory_of_free_blocks_is_given_back() -> None:
     for nbytes in [*range(1, 3000), *(n + d for n in (1 << 20, 3 << 20, 1 << 31) for d in (-1, 0, 1))]:
         size = class_bytes(nbytes)
-        assert size % 64 == 0 and nbytes <= size <= max(nbytes * 9 / 8 + 64, 64)
-        assert class_bytes(size) == size
-
-
-def test_memory_of_free_blocks_is_given_back() -> None:
+        assert size % 64 == 0 and nbytes <= size <= max(nbytes * 9 / 8 + 64, 64) and class_bytes(size) == size
     arena, pages = Arena(1 << 24), 4096 * 32
     blocks = [arena.allocate(pages) for _ in range(4)]
     for block in blocks:
