@@ -93,8 +93,7 @@ class DashboardPage:
 
     def wait_note(self, label: str, pattern: str) -> str:
         """Until the note beside a control matches; returns it."""
-        note = self.field(label).locator(".fsdp-note-line").get_by_text(re.compile(pattern))
-        note.wait_for()
+        self.field(label).locator(".fsdp-note-line").get_by_text(re.compile(pattern)).wait_for()
         return self.note(label)
 
     def wait_state(self, word: str) -> None:
@@ -121,8 +120,7 @@ class DashboardPage:
         self.wait_rows("loss.steps", min(last + 1, STEP_LIMIT))
 
     def wait_reading(self, card: str, pattern: str) -> str:
-        reading = self.page.locator(f".fsdp-card-{card} .fsdp-reading", has_text=re.compile(pattern))
-        reading.first.wait_for()
+        self.page.locator(f".fsdp-card-{card} .fsdp-reading", has_text=re.compile(pattern)).first.wait_for()
         return self.reading(card)
 
     def wait_new_reading(self, card: str, old: str) -> str:
@@ -149,7 +147,6 @@ class DashboardPage:
     def photograph(self, path: Path) -> None:
         """The dashboard alone, with a margin of the page around it."""
         box = self.page.locator(".fsdp-lab").first.bounding_box()
-        assert box is not None
         height = min(box["height"] + 16, self.page.viewport_size["height"] - box["y"] - 30)  # type: ignore[index]
         clip = {"x": box["x"] - 8, "y": box["y"] - 1, "width": box["width"] + 16, "height": height}
         self.page.screenshot(path=path, clip=clip)  # type: ignore[arg-type]

@@ -130,8 +130,7 @@ class Notebook:
     """A notebook open in a page, with what went wrong in that page."""
 
     def __init__(self, page: Page, server: JupyterServer) -> None:
-        self.page = page
-        self.server = server
+        self.page, self.server = page, server
         self.name = ""
         self.wrong: list[str] = []
         page.set_default_timeout(LIMIT_S * 1e3)

@@ -34,7 +34,6 @@ class SafetyPage(DashboardPage):
     def top_of_plots(self) -> float:
         box = self.page.locator(".fsdp-live").first.bounding_box()
         lab = self.page.locator(".fsdp-lab").first.bounding_box()
-        assert box is not None and lab is not None
         return float(box["y"] - lab["y"])
 
 

@@ -60,8 +60,7 @@ def test_its_numbers_are_those_of_the_comparison_and_text_from_runs_does_nothing
     compared = Comparison.of(sweep())
     for name, table in (("comparison", compared.table()), ("memory", compared.memory_table())):
         head, *rows = opened.evaluate(CELLS, name)
-        assert head == ["run", *table.columns[1:]]
-        assert rows == [list(row) for row in table.rows]
+        assert head == ["run", *table.columns[1:]] and rows == [list(row) for row in table.rows]
     kept = opened.evaluate("JSON.parse(document.getElementById('fsdp-lab-records').textContent)")
     assert kept["records"] == finite(compared.records())
 

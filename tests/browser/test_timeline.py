@@ -75,8 +75,7 @@ def test_it_follows_the_newest_traced_step_holds_a_pinned_one_and_says_what_a_sp
     number.fill("6")
     number.press("Enter")
     opened.wait_shown("s === n", 4)  # the nearest that was traced
-    assert number.input_value() == "4"
-    assert opened.lefts() != lefts
+    assert number.input_value() == "4" and opened.lefts() != lefts
 
     place = opened.page.evaluate(PLACE)
     opened.page.mouse.move(place["x"], place["y"])
@@ -89,8 +88,7 @@ def test_it_follows_the_newest_traced_step_holds_a_pinned_one_and_says_what_a_sp
     assert "pinned" not in opened.reading("timeline")
     opened.stop()
     opened.hold.click()
-    newest = int(opened.notebook.execute("print(lab.current.events.traced()[-1].number)"))
-    opened.wait_shown("s === n", newest)
+    opened.wait_shown("s === n", int(opened.notebook.execute("print(lab.current.events.traced()[-1].number)")))
 
 
 @pytest.mark.slow

@@ -55,10 +55,8 @@ def event(spec: Spec, run: str, rank: int, step: int, *, first: bool = False, se
     tokens = w.micro_batch * w.accumulate * w.seq_len
     working = int((40_000 * tokens / w.accumulate * (0.4 if s.recompute == "full" else 1) + 4 * n / kept * 0.4) * half)
     working = int(working * (1 + 0.03 * chance.random() + 0.05 * rank / world))
-    flops = 6 * n * tokens
-    speed = 45e9 * (1.4 if half < 1 else 1) * (1 + 0.05 * math.sin(rank))
-    payload = 4 * n * half
-    per_s = 1.2e9 / world
+    flops, speed = 6 * n * tokens, 45e9 * (1.4 if half < 1 else 1) * (1 + 0.05 * math.sin(rank))
+    payload, per_s = 4 * n * half, 1.2e9 / world
     comm = {"control": Traffic(calls=1, link_bytes=4, seconds=0.0004)}
     ring = (world - 1) / world
     if s.sharding == "no_shard":
@@ -146,11 +144,9 @@ class FakeRun:
     def __init__(self, run_id: str, spec: Spec, *, steps: int | None, step_s: float, share: int | None = None,
                  before_step: Callable[[FakeRun], None] = lambda run: None, hosts: int = 1) -> None:  # fmt: skip
         self.id, self._hosts = run_id, hosts
-        self._before_step = before_step
-        self.spec = spec
+        self._before_step, self.spec = before_step, spec
         self.pending: Spec | None = None
-        self.state = RunState.STARTING
-        self.reason = ""
+        self.state, self.reason = RunState.STARTING, ""
         self.error: BaseException | None = None
         self.details = ""
         self.notes = ("CPU and Gloo: the shapes are right, the times are not a GPU's.",)
@@ -175,10 +171,8 @@ class FakeRun:
         self._told = threading.Event()  # to go on, or to stop
         self.refuses = ""  # the name of a field that these ranks refuse to change
         self._tickets: list[SwitchRequest] = []
-        self._steps = steps
-        self._step_s = step_s
-        self._halt = threading.Event()
-        self._go = threading.Event()
+        self._steps, self._step_s = steps, step_s
+        self._halt, self._go = threading.Event(), threading.Event()
         self._go.set()
         self._thread = threading.Thread(target=self._train, name=f"fake-{run_id}", daemon=True)
         self._thread.start()
@@ -335,7 +329,6 @@ class FakeRun:
     def _switch(self, step: int) -> int:
         """Applies what is pending; returns the step to go on with."""
         after, self.pending = self.pending, None
-        assert after is not None
         tickets, self._tickets = self._tickets, []
         if self.refuses and self.refuses in self.spec.difference(after):
             for ticket in tickets:
@@ -407,7 +400,6 @@ class SlowRanks:
         return []
 
     def slow_next(self) -> list[Any]:
-        assert self.spec is not None
         if self._frames is None:
             model = self.spec.workload.model
             self._frames = Step(self.spec, self.step, MODELS.get(str(model))).frames()
@@ -417,7 +409,6 @@ class SlowRanks:
         return [{"frame": f.to_dict(), "event": None} for f in frames]
 
     def slow_end(self) -> list[Any]:
-        assert self.spec is not None
         self._frames, self.step = None, self.step + 1
         return [{"event": event(self.spec, "slow", r, self.step - 1).to_dict()} for r in range(self.spec.world_size)]
 
@@ -498,7 +489,6 @@ class FakeLab:
 
     def lose(self, rank: int) -> None:
         """A rank dies while the run goes on."""
-        assert self.current is not None
         self.current.lose(rank)
         assert isinstance(self.current._failure, RankLost)
         self.lost[rank] = self.current._failure
@@ -543,10 +533,8 @@ class FakeLab:
         if wanted.strategy.backend != "lab":
             reason = f"slow motion shows our own engine, and this Spec is for {wanted.strategy.backend}"
             raise SpecError("strategy.backend", reason, "use backend lab", {"backend": "lab"})
-        run, before = self.current, self.slow
-        self.slow = SlowMotion(
-            self.slow_ranks, wanted, lambda _: self._make_room("slow motion was started", run, before)
-        )
+        run, old = self.current, self.slow
+        self.slow = SlowMotion(self.slow_ranks, wanted, lambda _: self._make_room("slow motion was started", run, old))
         return self.slow
 
     def _make_room(self, why: str, run: FakeRun | None, slow: SlowMotion | None) -> None:

@@ -54,8 +54,7 @@ def test_a_pin_does_not_change_with_its_run_and_keeps_no_spans():
     run.events.add([event(run.spec, "past", r, 30) for r in range(2)])
     run.state = RunState.FAILED
     assert np.array_equal(pinned.curve, rows, equal_nan=True) and len(pinned.events) == 60
-    assert pinned.state is RunState.FINISHED
-    assert not pinned.events.traced() and run.events.traced()
+    assert pinned.state is RunState.FINISHED and not pinned.events.traced() and run.events.traced()
     run.events.restart(0)  # what was before it is not of the run any more
     run.events.add([event(run.spec, "past", r, n) for n in range(12) for r in range(2)])
     pinned = Pinned.of(run)
@@ -137,8 +136,7 @@ def cells(show: Show) -> tuple[tuple[Any, ...], ...]:
 
 
 def test_a_row_says_its_figures(show):
-    run = run_of(Spec(), 30)
-    failed = run_of(Spec().replace(sharding="no_shard"), 30, "other")
+    run, failed = run_of(Spec(), 30), run_of(Spec().replace(sharding="no_shard"), 30, "other")
     failed.state, failed.reason = RunState.FAILED, "rank 1 ran out of memory"
     show.board.pin(run)
     show.board.pin(failed)
@@ -146,8 +144,7 @@ def test_a_row_says_its_figures(show):
     heads, one, other = cells(show)
     assert [len(row) for row in cells(show)] == [len(heads)] * 3
     figures = show.board.shown.comparison["B"].figures
-    assert one[2].text == "baseline" and one[0].pressed and not other[0].pressed
-    assert other[1].text == "no_shard"
+    assert one[2].text == "baseline" and one[0].pressed and not other[0].pressed and other[1].text == "no_shard"
     assert other[3].startswith(f"{figures.step_time_s.median * 1e3:.3g}"[:3])
     assert other[9].startswith("×") and (other[10].text, other[10].tone) == (f"failed: {failed.reason}", "bad")
 
@@ -205,11 +202,9 @@ def test_a_sweep_keeps_its_pictures_and_shows_whose_turn_it_is(show, monkeypatch
         overlaid.update(show.feed._stage.frame.overlays.labels.values())
 
     show.until(lambda: sweep.done, look)
-    assert show.live._scenes == remounts
-    assert {run.id for run in sweep.runs} <= shown and overlaid == {"1", "2", "3"}
+    assert show.live._scenes == remounts and {run.id for run in sweep.runs} <= shown and overlaid == {"1", "2", "3"}
     show.until(lambda: "The fastest that fits is" in show.card.captions().reading)
-    rows = cells(show)[1:]
-    assert [row[0].text for row in rows] == list("123"), "what was refused is said below"
+    assert [row[0].text for row in cells(show)[1:]] == list("123"), "what was refused is said below"
     assert "Refused, so not in the table: 4 ddp full_shard (" in show.card.captions().note
     assert [r.figures.steps for r in show.board.refresh().rows] == [8, 8, 8, 0]
     show.board.unpin("4")

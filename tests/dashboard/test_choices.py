@@ -29,21 +29,16 @@ def test_whatever_is_chosen_the_wanted_spec_is_valid_and_nothing_is_lost(chosen,
     for name in last:
         if name in choices.held:
             note = choices.notes[name]
-            assert note.state is ChoiceState.REFUSED
-            assert note.text
+            assert note.state is ChoiceState.REFUSED and note.text
             if note.fix:
                 assert choices.wanted.validate(**{name: choices.held[name], **note.fix}) is None
         else:
             assert choices.wanted.flat()[name] == choices.value(name)
 
 
-def test_devices_given_as_tuple_or_list_are_the_same():
+def test_devices_given_as_tuple_or_list_are_the_same_and_adopting_another_spec_reviews_what_is_held():
     choices = Choices(Spec(devices=("cpu", "cpu")))
-    assert choices.choose(devices=["cpu", "cpu"]) == {}
-    assert choices.held == {}
-
-
-def test_adopting_another_spec_reviews_what_is_held():
+    assert choices.choose(devices=["cpu", "cpu"]) == {} and choices.held == {}
     choices = Choices(Spec())
     choices.choose(backend="ddp")
     choices.adopt(Spec().replace(backend="fsdp1", sharding="no_shard"))

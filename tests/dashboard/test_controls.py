@@ -27,8 +27,7 @@ class Desk:
     def __init__(self) -> None:
         self.lab = FakeLab(2, step_s=0.002)
         self.controls = Controls(self.lab)
-        self.cursor = 0
-        self.run = ""
+        self.cursor, self.run = 0, ""
 
     def choose(self, name: str, value) -> None:
         self.controls._controls[name].input.value = value
@@ -44,8 +43,7 @@ class Desk:
         return self.controls._groups[group]._words.value
 
     def tick(self) -> None:
-        run = self.lab.current
-        events = ()
+        run, events = self.lab.current, ()
         if run is not None:
             if run.id != self.run:
                 self.run, self.cursor = run.id, 0
@@ -112,8 +110,7 @@ def test_a_refused_combination_is_explained_and_not_sent_and_its_way_out_is_a_bu
     desk.choose("sharding", "zero1")
     assert desk.note("sharding") == "refused, see below"
     assert "FSDP2 always shards the gradients with the parameters. Use sharding full_shard" in desk.validate()
-    assert desk.lab.current.applies == []
-    assert "fsdp-held" in desk.controls._controls["sharding"].box._dom_classes
+    assert desk.lab.current.applies == [] and "fsdp-held" in desk.controls._controls["sharding"].box._dom_classes
     desk.choose("sharding", "full_shard")
     desk.choose("backend", "ddp")
     button = desk.controls._groups[0].button
@@ -129,8 +126,7 @@ def test_what_the_ranks_refuse_is_said_with_their_reason_and_their_way_out(desk)
     desk.lab.current.refuses = "offload"
     desk.choose("offload", "all")
     desk.until(lambda: desk.note("offload") == "refused, see below")
-    assert "the ranks cannot" in desk.validate().lower()
-    assert desk.lab.current.spec.strategy.offload == "none"
+    assert "the ranks cannot" in desk.validate().lower() and desk.lab.current.spec.strategy.offload == "none"
     refusal = SpecError("link", "it is faster than the wire", "use another", {"link": "100 Gb/s of h100"})
     desk.choose("link", "0.5 GB/s")
     desk.controls.choices.revert({"link": "0.5 GB/s"}, Spec(), refusal)
@@ -227,8 +223,7 @@ def test_what_is_written_is_read_and_written_back(desk):
     ):  # fmt: skip
         control = desk.controls._controls[name]
         control.input.value = text
-        assert desk.controls.choices.wanted.flat()[name] == value
-        assert desk.note(name) == "with the next start"
+        assert desk.controls.choices.wanted.flat()[name] == value and desk.note(name) == "with the next start"
         desk.controls._show()
         assert control.input.value == shown
     desk.choose("devices", "cuda:0")
@@ -242,8 +237,7 @@ def test_what_is_written_is_read_and_written_back(desk):
 ])  # fmt: skip
 def test_a_value_that_cannot_be_is_answered_in_words_and_its_group_unfolds(desk, name, text, reason):
     desk.controls.start()
-    before = desk.controls.choices.wanted
-    row = desk.controls._groups[3].row
+    before, row = desk.controls.choices.wanted, desk.controls._groups[3].row
     assert row.layout.display == "none"
     desk.choose(name, text)
     assert html.unescape(desk.validate(3)) == reason

@@ -60,8 +60,7 @@ def test_another_dashboard_of_a_lab_replaces_the_former_and_closing_leaves_nothi
 def test_a_closed_lab_is_said_and_the_thread_rests(lab, dashboard):
     lab.close()
     until(lambda: ticking() == [])
-    assert "The lab is closed" in dashboard._controls._state.value
-    assert dashboard._controls._start.disabled
+    assert "The lab is closed" in dashboard._controls._state.value and dashboard._controls._start.disabled
 
 
 def test_the_clinics_select_follows_what_is_trained(lab, monkeypatch):

@@ -58,9 +58,8 @@ def test_parameters_stand_side_by_side_and_each_can_be_seen(model):
 
 
 def test_names_are_short():
-    assert short_names(["root", "transformer.h.0", "transformer.h.11"]) == {
-        "root": "root", "transformer.h.0": "h.0", "transformer.h.11": "h.11",
-    }  # fmt: skip
+    blocks = {"transformer.h.0": "h.0", "transformer.h.11": "h.11"}
+    assert short_names(["root", *blocks]) == {"root": "root", **blocks}
     assert short_names(["encoder.block.0", "decoder.block.0"])["encoder.block.0"] == "encoder.block.0"
     assert short_names(["root", "layers"]) == {"root": "root", "layers": "layers"}
 
@@ -92,8 +91,7 @@ def test_what_is_gathered_is_lit_up_and_every_element_is_some_ranks_own():
     axis = ParameterAxis.of(moment.frames[0].parameters)
     whole = [p.name for p in moment.frames[0].parameters if p.unit in ("root", "transformer.h.1")]
     assert lit == [pytest.approx((axis.bars[n].left, axis.bars[n].right)) for n in whole]
-    assert drawn(panel, "slow.light", 1) == lit
-    assert drawn(panel, "slow.moving", 0) == []
+    assert drawn(panel, "slow.light", 1) == lit and drawn(panel, "slow.moving", 0) == []
     owned = sum(right - left for rank in (0, 1) for left, right in drawn(panel, "slow.own", rank))
     assert owned == pytest.approx(sum(b.right - b.left for b in axis.bars.values()))
     names = panel.patches()["slow.ranks"]["major_label_overrides"]["entries"]
@@ -101,8 +99,7 @@ def test_what_is_gathered_is_lit_up_and_every_element_is_some_ranks_own():
 
 
 def test_gradients_are_a_strip():
-    moment = moments()[-1]
-    panel = HoldingsPanel(moment)
+    panel = HoldingsPanel(moments()[-1])
     assert drawn(panel, "slow.own", 0, strip=True) == drawn(panel, "slow.own", 0) != []
     early = HoldingsPanel(moments()[0])
     assert all(drawn(early, s, 0, strip=True) == [] for s in ("slow.light", "slow.moving", "slow.own"))
@@ -121,5 +118,4 @@ def test_the_unit_at_work_is_marked_and_all_of_them_by_the_optimizer():
 
 def test_other_ranks_or_parameters_need_another_picture():
     panel = HoldingsPanel(moments()[0])
-    assert not panel.fits(moments(3)[0])
-    assert not panel.fits(moments(model=Model.gpt2(64, 4))[0])
+    assert not panel.fits(moments(3)[0]) and not panel.fits(moments(model=Model.gpt2(64, 4))[0])

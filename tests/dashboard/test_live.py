@@ -111,8 +111,7 @@ def stage(monkeypatch):
 
 def test_a_page_gets_the_whole_history_when_it_mounts_and_without_one_nothing_is_sent(stage):
     stage.train(5)
-    assert not stage.view.flush()
-    assert stage.ticks() == []
+    assert not stage.view.flush() and stage.ticks() == []
     page = stage.open("late")
     assert stage.holds_all(page)
     assert not stage.view.flush()  # and nothing twice
@@ -131,8 +130,7 @@ def test_a_first_picture_comes_with_the_widget_until_a_page_has_mounted(stage):
     page = Page(stage.view)
     page.receive(first, [first["numbers"]])
     assert stage.holds_all(page) and "loss" in first["layout"]["roots"]
-    assert gzip.decompress(first["bokehjs"]) == live.BOKEH_JS.read_bytes()
-    assert len(first["bokehjs"]) < 450_000
+    assert gzip.decompress(first["bokehjs"]) == live.BOKEH_JS.read_bytes() and len(first["bokehjs"]) < 450_000
     assert stage.view.get_state("first")["first"] is first, "in the widget's state: a busy kernel need not answer"
     stage.open("page")
     assert stage.view.first == {}
@@ -145,16 +143,13 @@ def test_a_tick_is_one_message_with_one_buffer_of_what_changed(stage):
     stage.train(10)
     assert stage.view.flush()
     (message, buffers) = stage.sent[-1]
-    assert message["kind"] == "tick"
-    assert len(buffers) == 1
-    assert {t["name"] for t in message["tables"]} >= {"loss.steps", "throughput.steps"}
-    assert stage.holds_all(page)
+    assert message["kind"] == "tick" and len(buffers) == 1
+    assert {t["name"] for t in message["tables"]} >= {"loss.steps", "throughput.steps"} and stage.holds_all(page)
     page.acknowledge()
     stage.train()
     stage.view.flush()
     last = stage.ticks()[-1]
-    assert "frame.x" not in last["patches"]
-    assert "legend" not in last["captions"]["loss"]
+    assert "frame.x" not in last["patches"] and "legend" not in last["captions"]["loss"]
     assert last["captions"]["loss"]["reading"].endswith("at step 10")
 
 
@@ -187,9 +182,7 @@ def test_two_are_on_the_way_at_most_and_the_rest_is_coalesced(stage):
         stage.view.flush()
     assert len(stage.ticks()) == 2
     page.acknowledge()
-    assert stage.view.flush()
-    assert len(stage.ticks()) == 3
-    assert stage.holds_all(page)
+    assert stage.view.flush() and len(stage.ticks()) == 3 and stage.holds_all(page)
 
 
 def test_a_page_that_does_not_answer_holds_the_others_only_for_a_while_and_may_come_back(stage, monkeypatch):
@@ -207,8 +200,7 @@ def test_a_page_that_does_not_answer_holds_the_others_only_for_a_while_and_may_c
     page.acknowledge()
     clock[0] += live.FORGET_S
     page.acknowledge()
-    assert stage.view.flush() is False
-    assert stage.view.views == 1
+    assert stage.view.flush() is False and stage.view.views == 1
     for _ in range(5):
         stage.train()
         assert stage.view.flush()
@@ -225,9 +217,7 @@ def test_two_pages_of_one_widget_both_hold_everything(stage):
     stage.train(2)
     second = stage.open("second")  # its snapshot has rows that the next tick brings again
     first.acknowledge()
-    assert stage.view.flush()
-    assert stage.holds_all(first)
-    assert stage.holds_all(second)
+    assert stage.view.flush() and stage.holds_all(first) and stage.holds_all(second)
 
 
 def test_a_page_that_drops_buffers_gets_text_beside_one_that_does_not(stage):

@@ -32,11 +32,9 @@ def steps(count: int, ranks: int = 2, *, first: int = 0, **changes) -> list[Step
             for n in range(first, first + count)]  # fmt: skip
 
 
-def steps_with(count: int, *, first: int = 0, **changes) -> list[Step]:
+def steps_with(count: int, *, first: int = 0, **other) -> list[Step]:
     """Steps whose events say something else."""
-    return [
-        Step(events=tuple(dataclasses.replace(e, **changes) for e in s.events)) for s in steps(first + count)[first:]
-    ]
+    return [Step(events=tuple(dataclasses.replace(e, **other) for e in s.events)) for s in steps(first + count)[first:]]
 
 
 # -- what it writes -------------------------------------------------------------------------------------------------
@@ -67,16 +65,14 @@ def test_a_silent_rank_does_not_stop_the_plots_and_what_is_left_comes_out_at_the
     given = [s for step in all_steps[2:] for s in assembler.add(step.events)]
     assert [(s.number, len(s.events)) for s in given] == [(0, 1), (1, 2), (2, 2), (3, 2)]
     assembler.add(steps(1, first=4)[0].events[:1])
-    assert [len(s.events) for s in assembler.flush()] == [1]
-    assert assembler.flush() == []
+    assert [len(s.events) for s in assembler.flush()] == [1] and assembler.flush() == []
 
 
 # -- all panels ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("make", PANELS)
 @pytest.mark.parametrize("ranks", [1, 9])
 def test_a_panel_draws_what_it_writes(make, ranks):
-    """Its sources have Bokeh twins with the same columns, its patches name models that are there, its words are said. Axes
-    are labelled with units, and plots have tooltips."""
+    """Sources have Bokeh twins of the same columns, patches name models; axes are labelled, plots have tooltips."""
     frame = StepAxis()
     panel = make(frame, ranks)
     panel.update([])
@@ -96,8 +92,7 @@ def test_a_panel_draws_what_it_writes(make, ranks):
         assert axes and all(a.axis_label for a in axes) and [m for m in models if isinstance(m, HoverTool)]
     twins = {m.name: set(m.data) for m in models if isinstance(m, ColumnDataSource)}
     for source in panel.sources:
-        assert twins[source.name] == {*source.numbers, *source.texts}
-        assert len(source)
+        assert twins[source.name] == {*source.numbers, *source.texts} and len(source)
     names = {m.name for m in models}
     assert set(panel.patches()) | (set(frame.patches()) if "frame.markers" in twins else set()) <= names
     words = panel.captions()
@@ -113,8 +108,7 @@ def test_shard_groups_are_said_of_hosts(hosts: int, factor: int, said: str):
     frame = StepAxis()
     frame.shard_factor = factor
     panel = CommunicationPanel(frame, 8)
-    told = [Step(events=tuple(on_host(e, hosts) for e in s.events)) for s in steps(4, 8)]
-    panel.update(told)
+    panel.update([Step(events=tuple(on_host(e, hosts) for e in s.events)) for s in steps(4, 8)])
     note = panel.captions().note
     assert said in note if said else "hard group" not in note
 
@@ -187,10 +181,8 @@ def test_memory_stacks_classes_up_to_the_peak_and_keeps_the_host_apart():
     panel.update(steps(3, offload="all"))
     now = columns(panel, 0)
     for i in range(2):
-        stack = sum(now[c][i] for c in ON_DEVICE)
-        assert stack == pytest.approx(now["peak"][i])
-    assert now["host"][0] > 0
-    assert "on the host" in panel.captions().reading
+        assert sum(now[c][i] for c in ON_DEVICE) == pytest.approx(now["peak"][i])
+    assert now["host"][0] > 0 and "on the host" in panel.captions().reading
     assert [k.label for k in panel.captions().legend][-2:] == ["on the host", "peak"]
 
 
@@ -214,8 +206,7 @@ def test_memory_over_steps_is_a_stacked_area_for_each_rank_in_its_own_row(ranks)
         assert over[f"peak_{e.rank}"][-1] == pytest.approx(e.memory.peak_bytes / (1 << 20))
         assert sum(over[f"{c}_{e.rank}"][-1] for c in ON_DEVICE) == pytest.approx(over[f"peak_{e.rank}"][-1])
         foot, top = lane_of(panel, fig, e.rank)
-        assert e.rank - 0.5 < top < foot < e.rank + 0.5
-        assert foot - top == pytest.approx(0.84)
+        assert e.rank - 0.5 < top < foot < e.rank + 0.5 and foot - top == pytest.approx(0.84)
     axis = panel.patches()["memory.over.axis"]
     names = [text for _, text in axis["major_label_overrides"]["entries"]]
     if ranks == 8:
@@ -230,8 +221,7 @@ def test_of_more_ranks_than_colours_the_fullest_and_the_emptiest_are_shown_over_
     panel.update([step])
     by_peak = sorted(step.events, key=lambda e: e.memory.peak_bytes)
     over = columns(panel, 1)
-    assert [over["rank_0"][-1], over["rank_1"][-1]] == [by_peak[-1].rank, by_peak[0].rank]
-    assert "rank_2" not in over
+    assert [over["rank_0"][-1], over["rank_1"][-1]] == [by_peak[-1].rank, by_peak[0].rank] and "rank_2" not in over
     assert panel.patches()["memory.over.axis"]["axis_label"] == "MiB: fullest, emptiest"
 
 
@@ -243,8 +233,7 @@ def test_memory_changes_its_unit_with_the_history():
     assert panel.patches()["memory.over.axis"]["axis_label"].startswith("GiB")
     assert panel.sources[1].generation == generation + 1
     peaks = columns(panel, 1)["peak_0"]
-    assert len(peaks) == 5
-    assert peaks[0] < 0.2 < peaks[-1]
+    assert len(peaks) == 5 and peaks[0] < 0.2 < peaks[-1]
 
 
 def test_what_was_not_measured_or_not_said_is_a_gap_and_no_slope():
@@ -275,8 +264,7 @@ def test_the_limit_is_drawn_within_reach_and_said_always():
     panel = MemoryPanel(StepAxis(), 2)
     told = steps(2)
     panel.update(told[:1])
-    assert panel.patches()["memory.now.limit"]["visible"] is False
-    assert "limit 64.0 GiB" in panel.captions().reading
+    assert panel.patches()["memory.now.limit"]["visible"] is False and "limit 64.0 GiB" in panel.captions().reading
     near = 2 * told[1].events[0].memory.peak_bytes
     panel.update([
         Step(events=tuple(
@@ -296,8 +284,7 @@ def test_what_is_predicted_is_a_hollow_bar_before_and_after_anything_is_measured
     panel = MemoryPanel(StepAxis(), 2)
     panel.predict(PREDICTION)
     assert panel.captions().reading == "predicted 41.0 MiB with the chosen settings"
-    assert columns(panel, 2)["peak"] == [41.0, 41.0]
-    assert panel.patches()["memory.now.x"]["end"] > 41
+    assert columns(panel, 2)["peak"] == [41.0, 41.0] and panel.patches()["memory.now.x"]["end"] > 41
     told = steps(12)  # the eleventh is a ledger step
     panel.update(told)
     now, predicted = columns(panel, 0), columns(panel, 2)
@@ -338,8 +325,7 @@ def test_memory_within_a_step_is_of_the_fullest_rank_of_the_last_ledger_step():
     panel.update(told[:10])
     assert not len(panel.sources[0])
     panel.update(told[10:])
-    step = told[60]
-    fullest = max(step.events, key=lambda e: e.memory.peak_bytes)
+    fullest = max(told[60].events, key=lambda e: e.memory.peak_bytes)
     curve = columns(panel, 0)
     assert len(curve["ms"]) == len(fullest.memory_curve)
     for i, sample in enumerate(fullest.memory_curve):

@@ -71,8 +71,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 def test_it_is_folded_at_first_and_what_is_chosen_holds_from_the_next_start_on(desk: Desk, tmp_path: Path) -> None:
-    assert desk.box._body.layout.display == "none"
-    assert desk.head() == "saving is off · recovery: ask · no incident"
+    assert desk.box._body.layout.display == "none" and desk.head() == "saving is off · recovery: ask · no incident"
     desk.box._fold.click()
     assert desk.box._body.layout.display == "" and desk.box._fold.description == "Hide"
     desk.start()
@@ -150,8 +149,7 @@ def test_the_list_of_saves() -> None:
         return SavedCheckpoint(step=step, kind="step", stall_s=0.01, waited_s=0.0, **told)  # type: ignore[arg-type]
 
     whole = [saved(s, path=Path(f"/c/{s}"), nbytes=5 << 20, seconds=0.2) for s in (10, 20, 30)]
-    torn = saved(40, seconds=0.1, error="No space <left>")
-    shown = saves_list([*whole, torn, saved(50)])
+    shown = saves_list([*whole, saved(40, seconds=0.1, error="No space <left>"), saved(50)])
     assert "and 2 before" in shown and "Step 30 is saved in /c/30: 5.00 MiB, training paused for 10.0 ms." in shown
     assert "Step 50 is being saved" in shown and "Step 40 could not be saved (No space &lt;left&gt;)" in shown
     assert shown.index("Step 50") < shown.index("Step 40") < shown.index("Step 30")
@@ -182,8 +180,7 @@ def test_an_evaluation_is_chosen_and_what_it_finds_is_said(desk: Desk) -> None:
 def test_a_run_that_waits_says_why_and_recover_goes_on_which_is_shown_while_it_lasts(desk: Desk) -> None:
     desk.lab.step_s = 0.03
     desk.lose()
-    assert desk.lab.current.state is RunState.BROKEN
-    assert desk.buttons == ["Recover", "Resume on fewer ranks"]
+    assert desk.lab.current.state is RunState.BROKEN and desk.buttons == ["Recover", "Resume on fewer ranks"]
     assert "rank 1 is gone: its process 4321 on here was ended by SIGKILL" in desk.head()
     assert desk.controls.message.value == "", "it is said once"
     assert "waits for Recover or Stop" in desk.box._incidents.value
@@ -251,8 +248,7 @@ def test_incidents_are_told_newest_first() -> None:
 
 # -- drills ------------------------------------------------------------------------------------------------------------
 def test_a_drill_is_explained_asked_for_and_a_slow_link_restored(desk: Desk) -> None:
-    assert list(desk.drill._kind.options) == list(DRILLS)
-    assert desk.drill._inject.disabled
+    assert list(desk.drill._kind.options) == list(DRILLS) and desk.drill._inject.disabled
     for kind, what in DRILLS.items():
         desk.drill._kind.value = kind
         assert plain(desk.drill._what.value) == f"It {what}."
@@ -261,8 +257,7 @@ def test_a_drill_is_explained_asked_for_and_a_slow_link_restored(desk: Desk) -> 
     desk.drill._kind.value, desk.drill._rank.value = "out-of-memory", 0
     desk.drill._inject.click()
     assert desk.lab.drills == [("out-of-memory", 0)]
-    assert plain(desk.drill.message.value) == "Requested: out-of-memory on rank 0."
-    assert desk.drill._restore.disabled
+    assert plain(desk.drill.message.value) == "Requested: out-of-memory on rank 0." and desk.drill._restore.disabled
     desk.drill._kind.value = "slow"
     desk.drill._inject.click()
     desk.until(lambda: not desk.drill._restore.disabled)

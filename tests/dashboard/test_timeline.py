@@ -110,8 +110,7 @@ def test_waits_that_nobody_saw_are_not_put_down_to_a_unit(exposed_s, said):
     comm = {"all_gather": Traffic(calls=1, exposed_seconds=exposed_s)}
     watched = Watched()
     watched.show(Step(events=tuple(event(r, 3, spans=(vote,), comm=comm) for r in range(2))))
-    assert watched.panel.captions().reading == said
-    assert "Over NCCL streams wait" in watched.panel.captions().note
+    assert watched.panel.captions().reading == said and "Over NCCL streams wait" in watched.panel.captions().note
 
 
 def test_a_step_without_a_rank_is_a_gap():

@@ -77,8 +77,7 @@ def test_the_dashboard_shows_it_and_offers_only_to_stop_it(lab: FakeLab) -> None
         controls.stop()
         assert interrupts == [True] and run.state is RunState.STOPPING
         for rank in (0, 1):
-            end = {"state": "stopped", "reason": "interrupted", "own": True, "notes": []}
-            run.take(message(rank, end=end))
+            run.take(message(rank, end={"state": "stopped", "reason": "interrupted", "own": True, "notes": []}))
         assert run.done and run.state is RunState.STOPPED
         until(lambda: not controls._start.disabled and not any(widget.disabled for widget in controls._fields))
         assert "failed" not in controls._state.value
@@ -91,10 +90,8 @@ def test_tables_comparison_and_report_say_what_is_not_known(tmp_path: Any) -> No
     row = run.table().rows[-1]
     columns = dict(zip(run.table().columns, row, strict=True))
     unknown = ("loss", "grad norm", "tokens/s", "TFLOPS/rank", "MFU", "comm/rank", "exposed")
-    assert [columns[c] for c in unknown] == ["–"] * 7
-    assert columns["how"] == "watched fsdp2 full_shard fp32" and "note: Communication is not measured." in repr(
-        run.table()
-    )
+    assert [columns[c] for c in unknown] == ["–"] * 7 and columns["how"] == "watched fsdp2 full_shard fp32"
+    assert "note: Communication is not measured." in repr(run.table())
     lab = FakeLab(2, step_s=0.001)
     own = lab.run(steps=5)
     until(lambda: own.state.over)

@@ -98,8 +98,7 @@ class BareFrontEnd:
     # -- messages -------------------------------------------------------------------------------------------------
 
     def tell(self, comm: str, data: dict[str, Any]) -> None:
-        message = self.client.session.msg("comm_msg", {"comm_id": comm, "data": data})
-        self.client.shell_channel.send(message)
+        self.client.shell_channel.send(self.client.session.msg("comm_msg", {"comm_id": comm, "data": data}))
 
     def wait(self, until: Callable[[], bool], timeout_s: float, what: str) -> None:
         """Takes messages until this is so."""

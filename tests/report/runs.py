@@ -15,9 +15,7 @@ HOSTILE = "</script><img src=x onerror='window.hacked = 1'><b>bold</b>"
 FAULT = 17  # the step from which the third run computes something else
 
 
-def run_of(
-    place: int, spec: Spec, *, rounds: int = 3, each: int = 12, fault: float = 0.0, **more: object
-) -> RecordedRun:
+def run_of(place: int, spec: Spec, *, rounds: int = 3, each: int = 12, fault: float = 0, **more: object) -> RecordedRun:
     """The `place`-th of a sweep, in turns of `each` steps."""
     name = f"{place:08x}"
     events: list[StepEvent] = []

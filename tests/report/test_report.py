@@ -99,8 +99,7 @@ def test_what_comes_from_a_run_is_text_and_nothing_else(tmp_path):
     page = Reader(file.read_text(encoding="utf-8"))
     assert not {"img", "b"} & set(page.tags) and page.loads == []
     assert page.tags.count("i") == page.text.count('<i class="'), "no others"
-    assert len(page.scripts) == 5
-    assert page.json("fsdp-lab-records")["records"][1]["label"] == HOSTILE
+    assert len(page.scripts) == 5 and page.json("fsdp-lab-records")["records"][1]["label"] == HOSTILE
 
 
 def test_what_cannot_be_written_is_refused_and_leaves_the_former_file(tmp_path):
@@ -129,8 +128,7 @@ def test_runs_without_a_step_and_refusals_alone_are_a_report(tmp_path):
 
 def test_curves_of_long_runs_are_bounded_and_say_so():
     run = past("a", steps=2 * MOST_POINTS + 100)
-    row = Comparison.of([run]).rows[0]
-    charts = {c.name: c for c in curves([Course.of(0, row, run)], "note")}
+    charts = {c.name: c for c in curves([Course.of(0, Comparison.of([run]).rows[0], run)], "note")}
     source = next(r.data_source for r in charts["loss"].root.renderers if "value" in r.data_source.data)
     assert MOST_POINTS * 0.6 < len(source.data["value"]) <= MOST_POINTS
     said = charts["loss"].note

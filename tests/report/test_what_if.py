@@ -52,8 +52,7 @@ def press(page: WhatIf, kind: str, **content: Any) -> None:
 def test_every_field_of_a_strategy_can_be_asked_for():
     assert set(vars(Strategy())) - {"engine"} <= set(FIELDS)  # of an engine of one's own nothing can be predicted
     assert {"model", "seq_len", "micro_batch", "accumulate", "optimizer", "optimizer_args", "world_size"} <= set(FIELDS)
-    assert set(FIELDS) <= set(small().flat())
-    assert list(FIELDS["model"].choices) == list(PRESETS)
+    assert set(FIELDS) <= set(small().flat()) and list(FIELDS["model"].choices) == list(PRESETS)
     assert list(FIELDS["hardware"].choices) == [*DEVICES]
 
 
@@ -95,8 +94,7 @@ def test_a_choice_is_answered_with_its_figures_and_its_curve(page):
     assert state["row"]["hardware"] == "a100-40" and state["row"]["model"] == "gpt2-124m"
     assert state["row"]["peak"].startswith(f"The peak is in the {plan.memory.peak_phase}, at ")
     assert [point["ranks"] for point in state["along"]] == [1 << i for i in range(13)]
-    code = state["take"]["text"]
-    assert eval(code, {"Spec": Spec}) == page.answer.question.spec
+    assert eval(state["take"]["text"], {"Spec": Spec}) == page.answer.question.spec
     shown = state["number"]
     page.choose(world_size=64)  # what is chosen already is answered too
     page.settle()
@@ -135,8 +133,7 @@ def test_what_is_refused_is_said_with_its_field_and_a_way_out_and_the_last_answe
     page.choose(world_size=8)  # others are answered meanwhile
     assert page.answer.plan.machine.ranks == 8
     page.choose(model="gpt2-6.7b", seq_len=2048)
-    assert page.refusals == {} and page.state["refusals"] == []
-    assert page.answer.plan.spec.workload.seq_len == 2048
+    assert page.refusals == {} and page.state["refusals"] == [] and page.answer.plan.spec.workload.seq_len == 2048
     page.choose(**small(hardware="a100-40").flat())
     page.choose(backend="ddp")
     assert page.refusals
@@ -175,16 +172,14 @@ def test_a_search_that_fails_says_so_and_can_be_begun_again(page, monkeypatch):
     assert "division by zero" in page.state["status"]
     monkeypatch.undo()
     page.find()
-    assert page.found is not None
-    assert "division" not in page.state["status"] and not page.state["searching"]
+    assert page.found is not None and "division" not in page.state["status"] and not page.state["searching"]
 
 
 @pytest.mark.slow  # it imports transformers
 def test_a_model_that_is_no_preset_is_built_off_the_thread_of_messages(page):
     page.choose(model={**PRESETS["llama-1m"].config, "num_hidden_layers": 3}, seq_len=64)
     assert page.choices.wanted.spec.workload.model == "gpt2-124m"  # building takes seconds, and this did not wait
-    assert len(page.answer.plan.shape.units) == 4
-    assert page.refusals == {}
+    assert len(page.answer.plan.shape.units) == 4 and page.refusals == {}
 
 
 def test_closing_frees_the_page():
