@@ -65,8 +65,7 @@ def test_an_error_on_one_rank_frees_the_others_and_is_the_one_that_is_raised(lad
     call.finish(1, error("ValueError", "bad"))
     with pytest.raises(RankError, match="rank 1 failed in train at .*: ValueError: bad") as e:
         call.results(1)
-    assert steps.rungs == ["signal [0, 2]"]
-    assert e.value.rank == 1 and set(e.value.others) == {0, 2}
+    assert steps.rungs == ["signal [0, 2]"] and e.value.rank == 1 and set(e.value.others) == {0, 2}
 
 
 def test_a_refusal_stays_a_spec_error_and_a_lost_rank_is_the_cause_whatever_its_peers_said_first(ladder):

@@ -54,7 +54,6 @@ def kernel(hours: float, steps: int, how: str) -> str:
     process = subprocess.Popen(
         [sys.executable, "-c", KERNEL, str(hours), str(steps), how], stdout=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
     token = process.stdout.readline().strip()
     assert token
     process.kill()
@@ -159,25 +158,22 @@ def test_ranks_that_nobody_can_come_back_to_are_ended(temporary: Path):
 def left(temporary: Path) -> Iterator[DetachedCluster]:
     """A process that a dead kernel has left, and its file; the guardian is this process."""
     token = os.urandom(8).hex()
-    process = subprocess.Popen(
-        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={**os.environ, MARK: token}
-    )
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={**os.environ, MARK: token})
     until(lambda: len(marked(token)) == 1)
     cluster = DetachedCluster(
         folder=private_folder(), token=token, machine=machine(), asked={"notebook": "a.ipynb"}, engines=(0,),
-        pids=(process.pid,), placement={"seats": [{"device": "cpu"}], "notes": []}, begun_unix_s=time.time(),
+        pids=(child.pid,), placement={"seats": [{"device": "cpu"}], "notes": []}, begun_unix_s=time.time(),
         limit_s=7200.0, guardian=Identity.this(), owner=Identity(pid=os.getpid(), born="long ago"),
     )  # fmt: skip
     cluster.write()
     yield cluster
-    end([psutil.Process(process.pid)], term_s=0)
-    process.wait()
+    end([psutil.Process(child.pid)], term_s=0)
+    child.wait()
 
 
 def test_only_its_user_can_read_the_file(left: DetachedCluster):
     assert stat.S_IMODE((left.folder / FILE).stat().st_mode) == 0o600
-    assert stat.S_IMODE(left.folder.stat().st_mode) == 0o700
-    assert detached_clusters() == [left]
+    assert stat.S_IMODE(left.folder.stat().st_mode) == 0o700 and detached_clusters() == [left]
     left.folder.chmod(0o755)
     assert detached_clusters() == [], "somebody else may have written what stands there"
     left.folder.chmod(0o700)
@@ -229,7 +225,6 @@ print(staying.pid, subprocess.Popen(sleep).pid, flush=True)
 time.sleep(60)
 """
     server = subprocess.Popen([sys.executable, "-c", code, MARK, left.token], stdout=subprocess.PIPE)
-    assert server.stdout is not None
     staying, going = (psutil.Process(int(pid)) for pid in server.stdout.readline().split())
     until(lambda: staying.pid in detached_pids())
     jupyter.end(server)

@@ -44,7 +44,6 @@ def test_a_kernel_that_ends_takes_its_engines_with_it(when: str, number: signal.
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     owner = subprocess.Popen([sys.executable, "-c", OWNER, when], stdout=subprocess.PIPE, text=True, env=env)
     try:
-        assert owner.stdout is not None
         token = owner.stdout.readline().strip()
         if when == "importing":
             until(lambda: any(MODULE in p.cmdline() for p in marked(token)))

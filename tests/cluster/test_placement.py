@@ -94,16 +94,13 @@ def test_devices_that_cannot_be_had():
 
 
 # -- facts ---------------------------------------------------------------------------------------------------------
-def test_probe_names_gpus_as_torch_does_and_who_uses_them():
+def test_probe_names_gpus_as_torch_does_who_uses_them_and_a_broken_driver():
     found = probe(lambda: two_gpus(SOMEBODY), env={})
     assert [g.device for g in found.gpus] == ["cuda:0", "cuda:1"]
     assert not found.gpus[0].busy and "process 77 (python" in found.gpus[1].busy
     found = probe(lambda: two_gpus(SOMEBODY), env={}, ours=frozenset({77}))
     assert not any(g.busy for g in found.gpus), "our own processes are not somebody else's"
     assert "names a MIG slice" in probe(two_gpus, env={"CUDA_VISIBLE_DEVICES": "MIG-1234"}).note
-
-
-def test_no_driver_is_no_gpu_and_a_broken_one_is_a_note():
     assert probe(GpuReport, env={}) == Host(name=socket.gethostname(), cores=usable_cores())
     broken = probe(lambda: GpuReport(error="NVML: RM has detected an NVML/RM version mismatch."), env={})
     assert "version mismatch" in place([broken]).notes[0]
@@ -116,25 +113,19 @@ def test_no_driver_is_no_gpu_and_a_broken_one_is_a_note():
 )  # fmt: skip
 def test_cuda_visible_devices_renames(visible: str | None, uuids: list[str]):
     seen = _visible((gpu(0), gpu(1)), visible)
-    assert [g.uuid for g in seen] == uuids
-    assert [g.device for g in seen] == [f"cuda:{i}" for i in range(len(uuids))]
+    assert [g.uuid for g in seen] == uuids and [g.device for g in seen] == [f"cuda:{i}" for i in range(len(uuids))]
 
 
-def test_a_containers_quota_counts(tmp_path: Path):
+def test_a_containers_quota_counts_and_what_our_ranks_hold_in_it_makes_no_gpu_busy(tmp_path: Path):
+    """There NVML names no process. A GPU that is not ours may be somebody's."""
     (tmp_path / "cpu.max").write_text("100000 100000\n")
     assert usable_cores(tmp_path) == 1
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert usable_cores(tmp_path) >= 1
-
-
-def test_what_our_ranks_hold_in_a_container_makes_no_gpu_busy():
-    """There NVML names no process. A GPU that is not ours may be somebody's."""
     now = host(gpu(0, used=40 * GIB), gpu(1, used=40 * GIB))
-    assert free_gpus(now) == []
-    assert [g.device for g in free_gpus(without_ours(now, {"cuda:0"}))] == ["cuda:0"]
+    assert free_gpus(now) == [] and [g.device for g in free_gpus(without_ours(now, {"cuda:0"}))] == ["cuda:0"]
     seen = host(gpu(0, (SOMEBODY,), used=40 * GIB))
-    assert without_ours(seen, {"cuda:0"}) == seen
-    assert free_gpus(host(gpu(0), cuda=None)) == []
+    assert without_ours(seen, {"cuda:0"}) == seen and free_gpus(host(gpu(0), cuda=None)) == []
 
 
 # -- what kernel and hosts say to each other, and which host gets which engine; without any host ----------------------
@@ -144,11 +135,8 @@ def printed(value: dict) -> str:
     return output.getvalue()
 
 
-def test_the_script_that_needs_no_package_has_the_same_names():
+def test_a_long_reply_is_in_short_lines_amid_other_output_under_the_same_names():
     assert (host_script.MARK, host_script.PREFIX) == (MARK, PREFIX)
-
-
-def test_a_long_reply_is_in_short_lines_amid_other_output():
     value = {"log": "line\n" * 2000, "name": "ünter"}
     text = printed(value)
     assert len(text.splitlines()) > 5 and max(map(len, text.splitlines())) < 1024
@@ -192,12 +180,9 @@ class Shares(HostEngines):
         return []
 
 
-def test_an_engine_is_replaced_on_the_host_that_lacks_it():
+def test_an_engine_is_replaced_on_the_host_that_lacks_it_and_beyond_that_they_take_turns_unless_there_are_gpus():
     nannies = [101, 102]  # carry the mark too
     assert Shares({"a": [1, 2, *nannies], "b": [3, 103], "c": [5, 6, *nannies]})._shares(1) == {"b": 1}
-
-
-def test_beyond_what_hosts_were_to_have_they_take_turns_unless_there_are_gpus_which_slurm_is_asked_for():
     full = {"a": [1, 2], "b": [3, 4]}
     assert Shares(full)._shares(3) == {"a": 2, "b": 1}
     with pytest.raises(StartError, match="GPUs for 0 of 3 more ranks"):

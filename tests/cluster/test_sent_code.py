@@ -33,8 +33,7 @@ def test_a_source_is_whole_and_equal_code_has_equal_digests() -> None:
         assert callable(names[code.name])
     source = sent(here, "build").source
     places = [source.index(part) for part in ("WIDTH = 16", "class Block", "class Net", "def build")]
-    assert places == sorted(places)
-    assert "Dataset" not in source and "import math" in source
+    assert places == sorted(places) and "Dataset" not in source and "import math" in source
 
 
 def test_what_a_function_uses_is_in_its_digest() -> None:
@@ -91,16 +90,14 @@ def test_closures_and_lambdas_are_sent() -> None:
     assert code.source == f"import torch\n\n\nwidth = 5\n\n\n{function}"
     assert code.digest != sent({"model": maker(6)}, "model").digest
     assert unpacked("workload.model", "build", code.packed)().in_features == 5
-    short = cell("short = lambda: 3\n", 9)["short"]
-    code = sent({"model": short}, "model")
+    code = sent({"model": cell("short = lambda: 3\n", 9)["short"]}, "model")
     assert code.source == "" and code.missing == ("<lambda>",) and unpacked("workload.model", "", code.packed)() == 3
 
 
 def test_what_can_be_imported_is_a_name() -> None:
     assert code_of("workload.data", TensorDataset) == "torch.utils.data.dataset:TensorDataset"
     assert code_of("workload.loss", default_collate) == "torch.utils.data._utils.collate:default_collate"
-    assert loaded("workload.loss", "math:pi") == math.pi
-    assert is_code("package.module:name.part")
+    assert loaded("workload.loss", "math:pi") == math.pi and is_code("package.module:name.part")
     assert not any(map(is_code, ["gpt2-1m", "/a/folder", "C:/x", {"model_type": "gpt2"}]))
 
 
@@ -120,7 +117,5 @@ def test_the_object_is_beside_the_spec_and_never_in_its_json_or_a_pickle() -> No
 
 def test_a_module_that_a_rank_lacks_is_named() -> None:
     code = sent({"model": cell("import colorsys\n\ndef build():\n    return colorsys\n", 10)["build"]}, "model")
-    with pytest.raises(
-        SpecError, match=r"workload.model: build cannot be used on this rank \(No module named 'colorsyz'\)"
-    ):
+    with pytest.raises(SpecError, match="model: build cannot be used on this rank .*No module named 'colorsyz'"):
         unpacked("workload.model", "build", code.packed.replace(b"colorsys", b"colorsyz"))

@@ -61,8 +61,7 @@ def on(hosts: Hosts, **options: object) -> Cluster:
 def test_ranks_train_in_a_job_that_is_given_back(two: Site, slurm: Slurm, hosts) -> None:
     stages: list[StartProgress] = []
     with Lab.slurm(hosts=2, ranks_per_host=1, time="10", history=False, progress=stages.append) as lab:
-        run = lab.run(model="gpt2-1m", seq_len=32, steps=3).wait(120)
-        assert run.step == 3
+        assert lab.run(model="gpt2-1m", seq_len=32, steps=3).wait(120).step == 3
         assert [s.host for s in lab.cluster.status()] == ["alpha", "beta"]
         (job,) = slurm.jobs()
         assert f"granted: job {job}" in [p.stage for p in stages]
@@ -124,7 +123,6 @@ def killed_kernel(persist_h: float) -> list[int]:
     """The pids of ranks whose kernel was killed."""
     words = [sys.executable, "-c", KERNEL, FAKE, str(persist_h)]
     kernel = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert kernel.stdout is not None
     pids = [int(pid) for pid in kernel.stdout.readline().split()]
     kernel.kill()
     kernel.wait(10)

@@ -81,9 +81,7 @@ def sent(run: Run) -> list[tuple[int, int]]:
 
 
 @pytest.mark.slow
-def test_ranks_train_on_both_hosts_what_crosses_the_cable_is_as_theory_says_and_nothing_is_left(
-    two: Site, ssh: SshServers
-):
+def test_both_hosts_train_what_crosses_the_cable_is_as_theory_says_and_nothing_is_left(two: Site, ssh: SshServers):
     """With F ranks in each of R shard groups a rank sends (F-1)/F of the gradients inside its group, and 2 (R-1)/R of its
     F-th part of them to the other groups (arXiv 2304.11277, section 3.2.2): for F = R = 2 a half each, and no parameters.
     The interface has counted as much. Full sharding sends gradients and parameters through the cable."""
@@ -178,7 +176,6 @@ def kept(ssh: SshServers, *, tunnel: bool = False, hours: float = 1.0) -> tuple[
     """The token and pids of ranks whose kernel was killed."""
     words = [sys.executable, "-c", KEPT, str(ssh.config), FAKE, "tunnel" if tunnel else "", str(hours)]
     kernel = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert kernel.stdout is not None
     token, *pids = kernel.stdout.readline().split()
     kernel.kill()
     kernel.wait(10)
@@ -189,8 +186,7 @@ def kept(ssh: SshServers, *, tunnel: bool = False, hours: float = 1.0) -> tuple[
 def test_the_next_kernel_finds_the_ranks_on_their_hosts(two: Site, ssh: SshServers, hosts) -> None:
     token, pids = kept(ssh, tunnel=True)
     with Cluster(hosts=hosts(tunnel=True), rank_module=FAKE, persist=1) as cluster:
-        assert cluster.attached
-        assert (cluster.token, cluster.pids) == (token, pids)
+        assert cluster.attached and (cluster.token, cluster.pids) == (token, pids)
         assert cluster.membership.engines._connection["interface"] == "tcp://127.0.0.1", "all comes through ssh"
         assert [s.host for s in cluster.status()] == ["alpha", "beta"]
         assert [t["step"] for t in cluster.assembly.attached_status] == [5, 5]

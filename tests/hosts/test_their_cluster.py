@@ -92,8 +92,7 @@ def test_hosts_train_over_the_interface_that_the_user_names_by_ipv6_alone(theirs
         given = theirs(made.machines[0], made.machines, GLOO_SOCKET_IFNAME="extra")
         waited(given, 2)
         with Lab(2, cluster=given, progress=False, history=False) as lab:
-            run = lab.run(model="gpt2-1m", seq_len=32, steps=2).wait(120)
-            assert run.step == 2
+            assert lab.run(model="gpt2-1m", seq_len=32, steps=2).wait(120).step == 2
             variables = lab.cluster.client[:].apply_sync(_variables)
     assert variables == [("extra", "=extra", "AF_INET6")] * 2
 

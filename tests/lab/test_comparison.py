@@ -31,8 +31,7 @@ def test_rows_are_lettered_and_named_by_what_differs(three):
     assert [(r.label, r.name) for r in compared.rows] == [
         ("A", "lab full_shard"), ("B", "lab shard_grad_op"), ("C", "fsdp2 zero1")]  # fmt: skip
     assert compared.differing == ("backend", "sharding") and compared.baseline == "A"
-    alike = Comparison.of([past("a"), past("b")])
-    assert alike.rows[0].name == "lab full_shard fp32"
+    assert Comparison.of([past("a"), past("b")]).rows[0].name == "lab full_shard fp32"
     assert Comparison.of([past(str(i)) for i in range(28)]).rows[-1].label == "AB"
     link = Comparison.of([past("a", SPEC.replace(link="0.25 GB/s, 50 us")), past("b")])
     assert [r.name for r in link.rows] == ["link 0.25 GB/s, 50 us", "real link"]
@@ -42,7 +41,6 @@ def test_figures_are_those_of_the_summary_with_a_spread():
     run = past("a")
     entry = summarize(SPEC, run.events.steps())
     f = Comparison.of([run]).rows[0].figures
-    assert f.step_time_s is not None and f.tokens_per_s is not None and f.exposed_comm_s is not None
     assert {"median": f.step_time_s.median, "p10": f.step_time_s.p10, "p90": f.step_time_s.p90} == entry["step_time_s"]
     assert f.tokens_per_s.median == entry["tokens_per_s"]
     assert f.step_time_s.n == f.counted == 29 and f.steps == 30, "the first step is six times as long and left out"
@@ -68,7 +66,6 @@ def test_ratios_of_runs_in_rounds_are_paired_and_drift_falls_out_and_those_of_ot
     b = past("b", GRAD_OP, rounds=5, steps=50, drift=0.3, step_s=0.125, begin_unix_s=1e9 + 50)
     found = Comparison.of([a, b]).rows[1].time_ratio
     assert found is not None and found.pairing is Pairing.ROUNDS and found.n == 5
-    assert found.p10 is not None and found.p90 is not None
     assert 1.2 < found.p10 <= found.median <= found.p90 < 1.3 and found.clear
     found = Comparison.of([past("a"), past("b", step_s=0.11, begin_unix_s=2e9)]).rows[1].time_ratio
     assert found is not None and found.pairing is Pairing.MEDIANS
@@ -96,8 +93,7 @@ def test_a_baseline_is_chosen_by_place_label_or_id(three):
 
 
 def test_another_result_is_loud_and_what_was_refused_is_one_line_below_the_table_and_no_row(three):
-    wrong = past("w", GRAD_OP, loss_off=1.0)
-    compared = Comparison.of([*three, wrong])
+    compared = Comparison.of([*three, past("w", GRAD_OP, loss_off=1.0)])
     assert compared["D"].differs and not compared["B"].differs
     text, html = repr(compared), compared._repr_html_()
     assert "NOT THE SAME COMPUTATION: D is different from step 0 on" in text and "✗ DIFFERENT from step 0" in text
@@ -120,8 +116,7 @@ def test_another_result_is_loud_and_what_was_refused_is_one_line_below_the_table
 
 def test_records_are_flat_and_have_one_set_of_keys(three):
     config = {"model_type": "gpt2", "n_layer": 1}
-    compared = Comparison.of([*three, past("d", SPEC.replace(model=config, precision="bf16"))])
-    records = compared.records()
+    records = Comparison.of([*three, past("d", SPEC.replace(model=config, precision="bf16"))]).records()
     assert all(list(r) == list(records[0]) for r in records)
     assert all(isinstance(v, str | int | float | None) for r in records for v in r.values())
     b = records[1]
@@ -145,8 +140,7 @@ def summary(spec: Spec, events: list[StepEvent]) -> dict[str, Any]:
 
 def test_the_entry_has_the_keys_of_the_contract_and_is_json():
     entry = summary(SPEC, steps(0, 1, 2))
-    assert list(entry) == KEYS and json.loads(json.dumps(entry)) == entry
-    assert entry["losses"] == [5.0, 4.0, 3.0]
+    assert list(entry) == KEYS and json.loads(json.dumps(entry)) == entry and entry["losses"] == [5.0, 4.0, 3.0]
     assert entry["tokens_per_s"] == 2000 and entry["tflops_per_rank"] == [0.01, 0.01]
     assert entry["peak_memory_bytes"] == [1000, 1001] and entry["rss_bytes"] == [5002, 5002]
     assert entry["comm_s_per_step"] == {"all_gather": 0.015}, "the mean over ranks"
@@ -156,8 +150,7 @@ def test_the_entry_has_the_keys_of_the_contract_and_is_json():
 def test_medians_leave_out_first_steps_and_ledger_steps_and_losses_do_not():
     slow = steps(0, first_after_switch=True, step_time_s=9.0) + steps(3, ledger=True, step_time_s=5.0)
     entry = summary(SPEC, slow + steps(1, 2, 4))
-    assert entry["step_time_s"] == {"median": 0.1, "p10": 0.1, "p90": 0.1}
-    assert len(entry["losses"]) == 5
+    assert entry["step_time_s"] == {"median": 0.1, "p10": 0.1, "p90": 0.1} and len(entry["losses"]) == 5
     assert summary(SPEC, slow[:2])["step_time_s"]["median"] == 9.0, "a run of one step counts it"
     assert summary(SPEC, [])["step_time_s"]["median"] is None
     other = [*steps(2, 3, spec=GRAD_OP, step_time_s=0.5), *steps(4, 5, 6)]
@@ -173,8 +166,7 @@ def test_the_table_reads_as_text_and_as_html():
     text = repr(table)
     assert "0*" in text and "lab full_shard fp32" in text and "15.0 ms" in text and "note: shared" in text
     html = table._repr_html_()
-    assert "a &lt;run&gt;" in html and html.count("<tr>") == 3 and "tabular-nums" in html
-    assert len(table) == 2
+    assert "a &lt;run&gt;" in html and html.count("<tr>") == 3 and "tabular-nums" in html and len(table) == 2
 
 
 def test_utilisation_is_relative_to_a_peak_with_its_source_and_recompute_makes_it_two():
@@ -215,9 +207,7 @@ KEEPS_GATHERED = {"sharding": "shard_grad_op"}
 BF16 = {"precision": "bf16"}
 
 
-def turned(
-    run: str, place: int, step_s: float, peak_mib: int, changes: dict[str, object], **more: object
-) -> RecordedRun:
+def turned(run: str, place: int, step_s: float, peak_mib: int, changes: dict[str, Any], **more: Any) -> RecordedRun:
     """The `place`-th of a sweep of five rounds."""
     spec = SPEC.replace(**changes)
     return past(run, spec, steps=50, rounds=5, step_s=step_s, peak_mib=peak_mib, begin_unix_s=1e9 + 10 * place,
@@ -282,8 +272,7 @@ def test_of_what_is_not_told_apart_in_time_the_smallest_is_recommended(peak_mib:
 
 
 def test_what_is_another_work_or_result_or_was_not_measured_is_not_recommended_nor_judged_by(four):
-    wrong = turned("w", 4, 0.01, 10, {"backend": "fsdp2"}, loss_off=2.0)
-    found = recommend([*four, wrong])
+    found = recommend([*four, turned("w", 4, 0.01, 10, {"backend": "fsdp2"}, loss_off=2.0)])
     assert found.fastest == "C" and "Not recommended, E: it does not compute the same" in str(found)
     assert all("E" not in pair for t in found.toggles for pair in t.pairs)
     other = turned("o", 4, 0.001, 10, {"model": "gpt2-1m"})

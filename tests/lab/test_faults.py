@@ -32,8 +32,7 @@ def run(impatient_lab: Lab) -> Iterator[Run]:
 
 def arm(lab: Lab, **fault: Any) -> None:
     """On rank 1, while the run goes on."""
-    told = lab.cluster.call("arm", fault={"ranks": [1], **fault})
-    assert told == [{"armed": False}, {"armed": True}]
+    assert lab.cluster.call("arm", fault={"ranks": [1], **fault}) == [{"armed": False}, {"armed": True}]
 
 
 def on_rank(rank: int, lab: Lab, code: str) -> None:
@@ -58,9 +57,7 @@ def hung(run: Run) -> RankHung:
 def goes_on(lab: Lab, pids: list[int]) -> None:
     """From the last good step, in the same processes."""
     before = lab.current
-    assert before is not None
-    after = lab.run(before.spec, fresh=False, steps=3).wait(60)
-    first = after.switches[0]
+    first = lab.run(before.spec, fresh=False, steps=3).wait(60).switches[0]
     assert first.carried and first.step == before.step and lab.cluster.pids == pids
 
 
@@ -138,9 +135,7 @@ def test_a_rank_that_loops_is_named_shown_and_replaced(impatient_lab: Lab, run: 
     assert impatient_lab.waiting.startswith("rank 0 has waited 2 s in all_gather ")
     e = hung(run)
     assert e.rank == 1 and e.waiting == (0,) and e.unit.startswith("transformer.h.")
-    assert e.sentence.startswith(
-        f"rank 1 did not join {e.collective} (group {e.group}: ranks 0 and 1), for which rank 0"
-    )
+    assert e.sentence.startswith(f"rank 1 did not join {e.collective} (group {e.group}: ranks 0 and 1), for which rank")
     assert e.collective == f"all_gather of unit {e.unit}"
     assert "rank 1 is here:" in e.stack and ", in hung\n" in e.stack and "remote.py" in e.stack
     begins_anew(impatient_lab, culprit)

@@ -28,12 +28,10 @@ def test_a_cells_code_trains_and_its_source_is_stored(lab: Lab) -> None:
     entry = run.summary()
     assert entry["memory_at_peak_bytes"] and entry["comm_bytes_per_step"]["all_gather"] > 0
     assert "loss" in str(run.table())
-    assert lab.history is not None
     lab.history.flush()
     stored = lab.runs()[0]
     assert stored.spec == run.spec and "class Block(nn.Module)" in stored.spec.workload.model["source"]
-    again = lab.run(stored.spec, steps=4).wait(90)
-    assert losses(again) == losses(run), "the lab remembers what it has sent"
+    assert losses(lab.run(stored.spec, steps=4).wait(90)) == losses(run), "the lab remembers what it has sent"
 
 
 def test_ranks_keep_the_newest_code_alone(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

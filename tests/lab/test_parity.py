@@ -65,15 +65,13 @@ def test_backends_are_equal_bit_for_bit_in_fp32_and_a_fused_optimizer_within_rou
 
 # -- faults ----------------------------------------------------------------------------------------------------------
 def _at_fault(place: Place, given: dict[str, Any], summed: bool) -> list[Any]:
-    """From the fourth step on gradients are `summed` over ranks, not averaged, which AdamW hides from the losses; or rank 1
-    does not update."""
+    """From the fourth step on gradients are `summed` and not averaged, which AdamW hides from losses; or rank 1 is stale."""
     from fsdp_lab.wire import Wire
 
     inner = Wire.reduce_scatter_single
 
     def sums(self: Any, output: Any, input: Any, opts: Any = None) -> Any:
-        work = inner(self, output, input, opts)
-        return work.followed_by(lambda: output.mul_(self.size()), [output])
+        return inner(self, output, input, opts).followed_by(lambda: output.mul_(self.size()), [output])
 
     with closing(session(place)) as s, pytest.MonkeyPatch.context() as patch:
         s.apply("run", given)
@@ -119,15 +117,12 @@ def trained_on(losses: list[float], norms: list[float], precision: str = "fp32")
                       for i, (x, n) in enumerate(zip(losses, norms, strict=True))])  # fmt: skip
 
 
-def test_a_leap_late_in_another_precision_is_training_and_no_fault() -> None:
+def test_a_leap_late_in_another_precision_is_training_and_a_skipped_step_is_not(honest: dict[str, RecordedRun]) -> None:
     """As gpt2-10m does it: a norm of 23 where the other run has 1, and the loss of one step 5 % off."""
     losses, norms = [5.0 - 0.04 * i for i in range(50)], [1.0] * 50
     leaps = [x * (1.048 if i == 46 else 1.003) for i, x in enumerate(losses)]
     found = parity(trained_on(losses, norms), trained_on(leaps, [*norms[:46], 23.0, *norms[47:]], "bf16"))
     assert (found.verdict, found.first_step) == (Verdict.WITHIN, 0)
-
-
-def test_a_step_that_fp16_skipped_is_different(honest: dict[str, RecordedRun]) -> None:
     found = parity(honest["lab"], changed(honest["fp16"], 3, grad_norm=math.inf, skipped=True))
     assert (found.verdict, found.first_step, found.what) == (Verdict.DIFFERENT, 3, "gradient norm")
 

@@ -59,8 +59,7 @@ def test_a_step_in_slow_motion_that_is_left_after_some_phases_trains_as_any_othe
             if moment.index == 9:
                 break
     assert slow.event is not None and slow.event.mean_loss == plain[3]
-    after = lab.run(lab.spec, steps=2, fresh=False).wait(60)
-    assert losses(after) == {step: plain[step] for step in (4, 5)}
+    assert losses(lab.run(lab.spec, steps=2, fresh=False).wait(60)) == {step: plain[step] for step in (4, 5)}
 
 
 # -- texts that the model of a run continues --------------------------------------------------------------------------
@@ -85,7 +84,6 @@ def test_a_run_writes_while_it_trains_and_after_it(real_lab: Lab) -> None:
     run.stop(10)
     assert real_lab.generate(list(PROMPTS)) == paused, "the ranks hold the same parameters still"
     assert [c.prompt for _, c in run.completions[:3]] == [*PROMPTS]
-    assert real_lab.history is not None
     real_lab.history.flush()
     kept = real_lab.runs()[run.id]
     assert kept.completions == run.completions and len(kept.completions) % 3 == 0

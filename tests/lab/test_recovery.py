@@ -56,8 +56,7 @@ def test_a_run_is_saved_and_another_goes_on_from_it(lab: Lab, undisturbed: dict[
     made = again.save(tmp_path / "other").wait(30)  # on demand, and in another folder; its last step goes there as well
     assert made.step >= 14 and made.spec == again.spec and checkpoints(tmp_path / "other")[-1].path == made.path
     again.wait(90)
-    assert losses(run) | losses(again) == undisturbed
-    assert again.switches[0].step == 14 and min(losses(again)) == 14
+    assert losses(run) | losses(again) == undisturbed and again.switches[0].step == 14 and min(losses(again)) == 14
     assert (again.saves[-1].kind, again.saves[-1].step) == ("last", STEPS) and lab.save(tmp_path).step == STEPS
 
 
@@ -76,8 +75,7 @@ def test_a_killed_rank_is_replaced_and_the_curve_is_that_of_an_undisturbed_run(
     (incident,) = run.incidents
     assert incident.source == source and isinstance(incident.error, RankLost) and incident.error.rank == victim
     times = [incident.failed_unix_s, incident.detected_unix_s, incident.freed_unix_s, incident.resumed_unix_s]
-    assert times == sorted(times) and times[0] == struck_unix_s
-    assert incident.detected_unix_s - struck_unix_s < 2
+    assert times == sorted(times) and times[0] == struck_unix_s and incident.detected_unix_s - struck_unix_s < 2
     assert incident.resumed_step == (5 if source == CHECKPOINT else incident.step)
     assert incident.lost_steps == incident.step - incident.resumed_step < 5
     assert set(others) < {s.pid for s in lab.rank_status()}, "the survivors stay"
@@ -119,8 +117,7 @@ def test_it_waits_for_a_word_goes_on_with_fewer_and_their_number_changes_while_i
     until(lambda: run.step > 6)
     kill(lab, 1)
     until(lambda: run.state is RunState.BROKEN)
-    assert "rank 1 is gone" in run.reason and not run.done
-    assert lab.recover("fewer") is run
+    assert "rank 1 is gone" in run.reason and not run.done and lab.recover("fewer") is run
     until(lambda: bool(run.incidents) and run.state is RunState.RUNNING, 120)
     (incident,) = run.incidents
     assert (incident.ranks, incident.resumed_ranks) == (2, 1) and lab.ranks == 1

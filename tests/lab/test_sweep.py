@@ -110,8 +110,7 @@ def test_a_lost_rank_costs_the_run_whose_turn_it_was_and_the_others_begin_again(
     os.kill(next(s.pid for s in lab.rank_status() if s.rank == 1), signal.SIGKILL)
     sweep.wait(90)
     assert [run.state for run in sweep.runs] == [RunState.FINISHED, RunState.FAILED, RunState.FINISHED]
-    assert "rank 1" in sweep.runs[1].reason
-    assert all(run.step == 60 for run in (sweep.runs[0], sweep.runs[2]))
+    assert "rank 1" in sweep.runs[1].reason and all(run.step == 60 for run in (sweep.runs[0], sweep.runs[2]))
 
 
 def test_bad_lists_are_refused_before_anything_starts(lab: Lab):
@@ -139,8 +138,7 @@ def test_every_phase_of_a_step_with_what_all_ranks_hold(lab: Lab):
     assert slow.event is not None and slow.event.step == 3 and [e.rank for e in slow.events] == [0, 1]
     first = moments[0]
     assert (first.phase, first.unit, first.direction, first.step) == ("unshard", "root", "forward", 3)
-    run = lab.run(lab.spec, steps=2, fresh=False).wait(20)
-    assert run.step == 6, "a run goes on where slow motion ended"
+    assert lab.run(lab.spec, steps=2, fresh=False).wait(20).step == 6, "a run goes on where slow motion ended"
 
 
 def test_another_spec_takes_the_parameters_along_and_a_step_that_is_left_runs_to_its_end(lab: Lab):
@@ -165,8 +163,7 @@ def test_a_new_slow_motion_and_a_new_run_end_the_one_before(lab: Lab):
     run = going(lab)
     lab.slow_motion().close()
     first, second = lab.slow_motion(), lab.slow_motion()
-    assert not run.done and "not begun" in repr(first)
-    assert next(first).step == run.step
+    assert not run.done and "not begun" in repr(first) and next(first).step == run.step
     assert run.state is RunState.STOPPED and run.reason == "slow motion was started"
     step = next(second).step
     assert step == run.step + 1 and lab.slow is second and first.closed and first.reason == "slow motion was started"

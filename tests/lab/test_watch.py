@@ -1,7 +1,5 @@
 """A user's own loop in a real `%%px` cell, and under torchrun: its events arrive while it runs, and it ends well."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
