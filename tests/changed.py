@@ -5,8 +5,6 @@ every test needs nearly every module. A file that is no module counts for the mo
 in a string counts as imported; a change of pyproject.toml or of the first conftest chooses all.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
@@ -23,10 +21,8 @@ MODULE = re.compile(r"(?:fsdp_lab|tests)(?:\.\w+)+")
 def changed_files(base: str) -> set[Path]:
     """Files that differ from `base`, and those that git does not know yet."""
     commands = (["diff", "--name-only", base], ["ls-files", "--others", "--exclude-standard"])
-    outputs = [
-        subprocess.run(["git", *c], cwd=REPO, check=True, capture_output=True, text=True).stdout for c in commands
-    ]
-    return {REPO / name for output in outputs for name in output.split("\n") if name}
+    told = [subprocess.run(["git", *c], cwd=REPO, check=True, capture_output=True, text=True).stdout for c in commands]
+    return {REPO / name for output in told for name in output.split("\n") if name}
 
 
 def named_modules(path: Path) -> Iterator[str]:
@@ -50,9 +46,7 @@ class Graph:
             for path in (REPO / root).rglob("*.py")
         }
         homes = self._lazy_homes()
-        self.needs = {
-            path: {self._file(homes.get(m, m)) for m in named_modules(path)} - {None} for path in self.files.values()
-        }
+        self.needs = {p: {self._file(homes.get(m, m)) for m in named_modules(p)} - {None} for p in self.files.values()}
 
     def _lazy_homes(self) -> dict[str, str]:
         """Public name of fsdp_lab -> its module: that table itself leads to everything."""

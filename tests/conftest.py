@@ -38,9 +38,7 @@ def group_of(nodeid: str) -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--changed", nargs="?", const="HEAD", metavar="BASE", help="only tests of what differs from a commit (HEAD)"
-    )
+    parser.addoption("--changed", nargs="?", const="HEAD", metavar="BASE", help="only tests of what differs from BASE")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

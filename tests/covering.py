@@ -1,7 +1,5 @@
 """What of many cases is tested: `pairwise` rows in place of a full product, and `tiered`, a sample in the quick tier."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What a training finds out or builds when it begins, and the next test would find the same: once in a process."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable
@@ -32,8 +30,7 @@ _built = once(build_skeleton, lambda config: config.to_json_string(use_diff=Fals
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     """As `build_skeleton`; each is a copy of the first, whose initialisation on meta is most of the work."""
-    made: PreTrainedModel = copy.deepcopy(_built(config))
-    return made
+    return copy.deepcopy(_built(config))
 
 
 def remember() -> None:

@@ -7,8 +7,6 @@ whatever file, so a fault survives a move of its file; where it is not found, th
 fault must be written anew. The exit code is 1 where the whole tier misses a fault. Times are not part of the report.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -57,27 +57,22 @@ def test_the_stand_in_has_the_names_and_values_of_the_real_module():
     fake: dict[str, object] = {}
     exec(PYNVML, fake)
     names = [name for name in fake if name.lower().startswith("nvml")]
-    assert all(hasattr(pynvml, name) for name in names)
-    assert pynvml.nvmlMemory_v2 == fake["nvmlMemory_v2"]
+    assert all(hasattr(pynvml, name) for name in names) and pynvml.nvmlMemory_v2 == fake["nvmlMemory_v2"]
 
 
-def test_gpus_with_their_users_and_their_driver(fake: Path):
+def test_gpus_with_their_users_and_their_driver_and_without_facts_that_they_do_not_have(fake: Path):
     me = GpuProcess(pid=os.getpid(), name="python", used_bytes=40 * GIB, owner=Path("/proc/self").owner())
     unseen = GpuProcess(pid=2**22, name="unknown", used_bytes=0)
     idle = GpuStatus(uuid="GPU-aa", name="NVIDIA H200", total_bytes=140 * GIB, used_bytes=0)
     used = replace(idle, uuid="GPU-bb", used_bytes=41 * GIB, processes=(me, unseen))
     assert nvml.query() == GpuReport(gpus=(idle, used), driver="580.95.05", driver_cuda="13.0")
-
-
-def test_facts_that_a_gpu_does_not_have_are_left_out(fake: Path):
     text = PYNVML.replace("return SimpleNamespace(total=140 * 2**30, used=(0, 41)[i] * 2**30)", REFUSED)
     fake.write_text(text.replace("return 13000", REFUSED))
     found = nvml.query()
-    assert [gpu.total_bytes for gpu in found.gpus] == [0, 0]
-    assert (found.driver_cuda, found.error) == ("", "")
+    assert [gpu.total_bytes for gpu in found.gpus] == [0, 0] and (found.driver_cuda, found.error) == ("", "")
 
 
-def test_a_driver_that_fails_crashes_or_hangs_is_an_error(fake: Path):
+def test_a_driver_that_fails_crashes_or_hangs_and_a_missing_package_are_errors(fake: Path):
     fake.write_text(PYNVML.replace("def nvmlInit(): pass", "def nvmlInit(): raise NVMLError('Driver Not Loaded')"))
     assert nvml.query() == GpuReport(error="NVML: Driver Not Loaded")
     fake.write_text(PYNVML.replace("return i\n", "raise NVMLError('GPU is lost')\n", 1))
@@ -86,9 +81,6 @@ def test_a_driver_that_fails_crashes_or_hangs_is_an_error(fake: Path):
     assert nvml.query() == GpuReport(error="exit code 9")
     fake.write_text("import signal; signal.pause()")
     assert nvml.query(timeout_s=0.5) == GpuReport(error="the NVIDIA driver did not answer within 0.5 s")
-
-
-def test_the_missing_package_is_named_with_the_command(fake: Path):
     fake.write_text("raise ImportError")
     assert nvml.query().error == f"nvidia-ml-py is not installed: {sys.executable} -m pip install nvidia-ml-py"
 

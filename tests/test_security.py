@@ -39,8 +39,7 @@ def test_nothing_that_a_file_says_is_run():
     assert [what.partition(": ")[2] for what in found.pop(SENDS_CODE)] == ["imports {'cloudpickle'}"]
     wrong = [f"{path.relative_to(REPO)} {what}" for path, told in found.items() for what in told]
     assert not wrong, "\n".join(wrong)
-    calling = {m.file for m in modules() if "unpacked(" in m.text}
-    assert calling == {"cluster/sent_code.py", "cluster/remote.py"}
+    assert {m.file for m in modules() if "unpacked(" in m.text} == {"cluster/sent_code.py", "cluster/remote.py"}
 
 
 def test_no_option_of_ours_turns_jupyters_token_off(capsys: pytest.CaptureFixture[str]):
@@ -52,8 +51,7 @@ def test_no_option_of_ours_turns_jupyters_token_off(capsys: pytest.CaptureFixtur
 
 
 def test_what_binder_and_we_configure_leaves_jupyters_locks_on():
-    places = [*(REPO / "binder").iterdir(), PACKAGE / "cli" / "jupyter.py", REPO / "environment.yml"]
-    for path in places:
+    for path in [*(REPO / "binder").iterdir(), PACKAGE / "cli" / "jupyter.py", REPO / "environment.yml"]:
         text = path.read_text(encoding="utf-8").lower()
         for lock in (
             *("disable_check_xsrf", "allow_origin", "allow_unauthenticated", "identityprovider", "allow_remote_access"),

@@ -1,7 +1,5 @@
 """The list of seeded faults fits the source, and a fault is found where a test can see it."""
 
-from __future__ import annotations
-
 from tests.seeded_faults import FAULTS, REPO, sources
 
 

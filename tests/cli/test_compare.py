@@ -67,8 +67,7 @@ def test_links_are_a_list_whose_latencies_have_commas_too():
 def test_combinations_that_cannot_be_are_listed_with_their_reason_and_one_device_serves_all_ranks():
     specs, refused = requested("--backend", "fsdp2,ddp,lab", "--sharding", "full_shard,no_shard", "--devices", "cpu")
     kept = [("fsdp2", "full_shard"), ("ddp", "no_shard"), ("lab", "full_shard"), ("lab", "no_shard")]
-    assert [(s.strategy.backend, s.strategy.sharding) for s in specs] == kept
-    assert specs[0].devices == ("cpu", "cpu")
+    assert [(s.strategy.backend, s.strategy.sharding) for s in specs] == kept and specs[0].devices == ("cpu", "cpu")
     assert requested("--devices", "cuda:0,cuda:2")[0][0].devices == ("cuda:0", "cuda:2")
     reasons = {(d["strategy"]["backend"], d["strategy"]["sharding"]): str(error) for d, error in refused}
     assert len(reasons) == 2 and "strategy.sharding" in reasons["ddp", "full_shard"]
@@ -145,8 +144,7 @@ def test_a_spec_that_cannot_fit_names_the_option(
 
 @pytest.mark.slow
 def test_ctrl_c_ends_a_run_its_ranks_and_keeps_what_was_measured(tmp_path: Path):
-    spec = Spec().replace(model="gpt2-1m", seq_len=16, micro_batch=1)
-    (tmp_path / "spec.json").write_text(spec.to_json())
+    (tmp_path / "spec.json").write_text(Spec().replace(model="gpt2-1m", seq_len=16, micro_batch=1).to_json())
     command = [sys.executable, "-m", "fsdp_lab", "run", "spec.json", "--json", "out.json", "--trace", "trace.json.gz"]
     log = tmp_path / "log"
     with log.open("w") as out:

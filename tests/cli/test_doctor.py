@@ -47,15 +47,11 @@ def test_gpus_their_users_and_their_driver(gpus: GpuReport, torch: TorchFacts, n
     assert found.state is state and said in f"{found.value} {found.advice}"
 
 
-def test_little_shared_memory_matters_between_gpus_only(monkeypatch: pytest.MonkeyPatch):
+def test_shared_memory_matters_between_gpus_only_and_a_containers_limits_count(monkeypatch, tmp_path: Path):
     usage = type("Usage", (), {"total": 64 * 2**20, "free": 64 * 2**20})
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
-    assert doctor.shared_memory(gpus=8).state is State.WARN
-    assert "--shm-size" in doctor.shared_memory(gpus=8).advice
+    assert doctor.shared_memory(gpus=8).state is State.WARN and "--shm-size" in doctor.shared_memory(gpus=8).advice
     assert doctor.shared_memory(gpus=0).state is State.OK
-
-
-def test_a_containers_limits_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "memory.max").write_text(str(2**30))
     (tmp_path / "memory.current").write_text(str(2**29))
     monkeypatch.setattr(doctor, "CGROUP", tmp_path)
@@ -63,9 +59,7 @@ def test_a_containers_limits_count(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found.value == "512 MiB free of 1.00 GiB" and found.state is State.WARN
 
 
-def test_a_package_that_is_missing_or_of_the_wrong_release_is_named_and_a_newer_torch_stays(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_missing_package_or_one_of_another_release_is_named_and_a_newer_torch_stays(monkeypatch: pytest.MonkeyPatch):
     assert doctor.package("no-such-package-of-ours>=1").state is State.FAIL
     wrong = doctor.package("pytest<1")
     assert wrong.state is State.FAIL and wrong.advice.endswith("-m pip install 'pytest<1'")
@@ -76,9 +70,7 @@ def test_a_package_that_is_missing_or_of_the_wrong_release_is_named_and_a_newer_
         assert found.state is state and ("pip install" in str(found)) is (state is State.FAIL)
 
 
-def test_extensions_that_are_missing_here_or_where_a_server_runs_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_extensions_missing_here_or_where_a_server_runs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     server = Server(pid=1, port=8890, python="/opt/jupyter/bin/python", prefix=tmp_path)
     monkeypatch.setattr(doctor, "missing", lambda prefix: list(NEEDED.values()))
     monkeypatch.setattr(doctor, "running_servers", lambda: [server])

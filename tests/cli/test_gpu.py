@@ -64,8 +64,7 @@ def part(name: str, measure: Any, **more: Any) -> BenchPart:
 
 
 def figures_in(file: Path) -> dict[str, Any]:
-    read: dict[str, Any] = json.loads(file.read_text().partition(FIGURES)[2])
-    return read
+    return json.loads(file.read_text().partition(FIGURES)[2])
 
 
 def test_a_part_that_fails_is_told_and_the_rest_still_runs(

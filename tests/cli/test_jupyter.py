@@ -27,8 +27,7 @@ def test_notebooks_are_copied_where_asked_and_changed_ones_stay(tmp_path: Path):
     folder = jupyter.notebooks_folder(tmp_path / "mine")
     first = folder / jupyter.FIRST_NOTEBOOK
     first.write_text("changed")
-    assert jupyter.notebooks_folder(tmp_path / "mine") == folder
-    assert first.read_text() == "changed"
+    assert jupyter.notebooks_folder(tmp_path / "mine") == folder and first.read_text() == "changed"
     with pytest.raises(Refused, match="--dir DIR"):
         jupyter.notebooks_folder(first / "below")
     assert (folder / "02_first_steps_in_code.ipynb").is_file()
@@ -78,8 +77,7 @@ def test_it_serves_until_ctrl_c_and_leaves_nothing(tmp_path: Path):
         settings = ask(f"{base}/lab/api/settings/@jupyterlab/apputils-extension:notification?token={token}")
         assert settings["schema"]["properties"]["fetchNews"]["default"] == "false", "no question about news"
         assert not settings["settings"] and not any("notification" in p.name for p in tmp_path.rglob("*settings*"))
-        kernel = ask(f"{base}/api/kernels?token={token}", {"name": "python3"})
-        assert kernel["id"]
+        assert ask(f"{base}/api/kernels?token={token}", {"name": "python3"})["id"]
         family = psutil.Process(process.pid).children(recursive=True)
         assert any("ipykernel" in " ".join(p.cmdline()) for p in family)
         assert not any(token in " ".join(p.cmdline()) for p in family), "a command line can be read by everybody"
@@ -113,8 +111,7 @@ def ask(url: str, data: dict[str, str] | None = None):
 def test_the_kernel_runs_this_interpreter(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["kernel", "install", "--prefix", str(tmp_path)]) == 0
     described = json.loads((tmp_path / "share/jupyter/kernels/fsdp-lab/kernel.json").read_text())
-    assert described["argv"][0] == sys.executable
-    assert described["display_name"].startswith("fsdp_lab (Python ")
+    assert described["argv"][0] == sys.executable and described["display_name"].startswith("fsdp_lab (Python ")
     said = capsys.readouterr().out
     assert "fsdp-lab" in said and "'anywidget>=" in said and "'jupyterlab_widgets>=3'" in said
 

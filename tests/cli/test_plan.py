@@ -46,8 +46,7 @@ def test_a_product_is_a_table_and_what_cannot_be_is_said(capsys: pytest.CaptureF
     assert [(p["ranks"], p["spec"]["strategy"]["shard_size"]) for p in found["plans"]] == [(8, None), (16, 8)]
     assert [r["reason"].split(":")[0] for r in found["refused"]] == ["strategy.sharding"] * 2
     assert main(asked) == 0
-    drawn = capsys.readouterr().out
-    assert "refused: strategy.sharding: no_shard is not available with fsdp2" in drawn
+    assert "refused: strategy.sharding: no_shard is not available with fsdp2" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -62,17 +61,14 @@ def test_the_best_strategy_the_largest_model_and_the_fewest_gpus(capsys: pytest.
     assert {w["micro_batch"] * w["accumulate"] for w in workloads} == {4}
     largest = said(capsys, *asked, "--find", "largest")["largest"]
     assert largest["model"] == "llama-13b" and largest["blocks"] == 40 and largest["parameters"] > 1.2e10
-    fewest = said(capsys, *asked, "--find", "fewest")["fewest"]
-    assert 1 < fewest["ranks"] <= 8
+    assert 1 < said(capsys, *asked, "--find", "fewest")["fewest"]["ranks"] <= 8
     assert main([*asked, "--memory", "2", "--find", "strategy"]) == 1
     assert "None of " in capsys.readouterr().out
 
 
 def test_a_preset_is_planned_without_torch() -> None:
     shaped = "from fsdp_lab.planner.shapes import shape_for; shape_for('llama-7b'); assert 'numpy' not in sys.modules"
-    code = (
-        f"import sys; {shaped}; from fsdp_lab.cli.main import main; main(sys.argv[1:]); print('torch' in sys.modules)"
-    )
+    code = f"import sys;{shaped}; from fsdp_lab.cli.main import main; main(sys.argv[1:]); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, *SEVEN], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines()[-1] == "False"
 

@@ -75,10 +75,7 @@ REFUSED = [
     (f"{PAGE},h1000", "hardware: 'h1000' is not known; use one of h100"),
     (f"{PAGE} --model llama-7b,llama-7c", "workload.model: 'llama-7c' is neither"),
     (f"{PAGE} --recompute none,some", "strategy.recompute: "), (f"{PAGE} --ranks 8,x", "--ranks '8,x' is refused"),
-    (
-        f"{PAGE} --ranks 8 {MANY}",
-        "page: 20,022 combinations are more than the 20,000 of a page; shorten a list, such as",
-    ),
+    (f"{PAGE} --ranks 8 {MANY}", "page: 20,022 combinations are more than the 20,000 of a page; shorten a list"),
 ]  # fmt: skip
 
 
@@ -94,5 +91,4 @@ def test_what_cannot_be_is_a_sentence(
         monkeypatch.setattr(questions, "planned", lambda *_: pytest.fail("it was predicted"))
     assert main(shlex.split(command)) == 2
     error = capsys.readouterr().err
-    assert said in error and "Traceback" not in error
-    assert {file.name for file in tmp_path.iterdir()} == set(FILES)
+    assert said in error and "Traceback" not in error and {file.name for file in tmp_path.iterdir()} == set(FILES)

@@ -1,7 +1,5 @@
 """Losses of a Spec, from the lab's ranks and from its exported script under torchrun."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -45,10 +43,8 @@ def _train(place: Place, specs: list[dict[str, Any]], steps: int) -> list[list[f
 def in_the_lab(pool: Pool, specs: Mapping[str, Spec], steps: int) -> dict[str, list[float]]:
     """By the name of the Spec; all of one world size."""
     (world_size,) = {s.world_size for s in specs.values()}
-    losses = pool.run(_train, world_size, [s.to_dict() for s in specs.values()], steps, reduction=None, timeout_s=300)[
-        0
-    ]
-    return dict(zip(specs, losses, strict=True))
+    told = pool.run(_train, world_size, [s.to_dict() for s in specs.values()], steps, reduction=None, timeout_s=300)
+    return dict(zip(specs, told[0], strict=True))
 
 
 def torchrun(world_size: int, *arguments: str | Path, timeout_s: float = 480) -> str:
@@ -70,6 +66,5 @@ def exported(folder: Path, specs: Mapping[str, Spec], steps: int) -> dict[str, l
     (world_size,) = {s.world_size for s in specs.values()}
     scripts = [export_script(s, folder / f"{name}.py") for name, s in specs.items()]
     words = [f"{script}={port}" for script, port in zip(scripts, free_ports(len(scripts)), strict=True)]
-    printed = torchrun(world_size, SEVERAL, str(steps), *words)
-    parts = printed.split("script ")[1:]
+    parts = torchrun(world_size, SEVERAL, str(steps), *words).split("script ")[1:]
     return {Path(part.splitlines()[0]).stem: losses_of(part) for part in parts}

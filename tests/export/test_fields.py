@@ -136,8 +136,7 @@ def test_what_cannot_be_said_is_refused_by_name() -> None:
         assert e.field == field, (changes, str(e))
         assert "backend lab" not in e.hint and e.hint.endswith("or export the Spec itself, which contains it")
         if e.fix and "wrap" not in e.fix:  # the way out is one: what is refused next is another field
-            again = given.replace(**e.fix)
-            assert again != given
+            assert given.replace(**e.fix) != given
 
 
 def test_weights_are_named_by_an_absolute_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

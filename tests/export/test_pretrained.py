@@ -43,10 +43,8 @@ def _trained(place: Place, given: dict[str, Any], root: str) -> dict[str, Tensor
 @pytest.mark.parametrize(("changes", "opener"), [({}, AutoModelForCausalLM), (IMAGES, AutoModelForImageClassification)])
 def test_from_pretrained_opens_it(pool: Pool, tmp_path: Path, changes: dict[str, Any], opener: Any) -> None:
     held = pool.run(_trained, 2, spec(**DDP, **changes).to_dict(), str(tmp_path / "saved"), reduction=None)[0]
-    folder = export_model(tmp_path / "saved", tmp_path / "model")
-    opened = opener.from_pretrained(folder).state_dict()
-    assert opened.keys() == held.keys()
-    assert all(torch.equal(opened[name], value) for name, value in held.items())
+    opened = opener.from_pretrained(export_model(tmp_path / "saved", tmp_path / "model")).state_dict()
+    assert opened.keys() == held.keys() and all(torch.equal(opened[name], value) for name, value in held.items())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "saved"]
 
 
@@ -118,5 +116,4 @@ def test_run_refuses_before_anything_starts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "spec.json").write_text(spec().to_json())
-    assert main(["run", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert main(["run", *arguments]) == 2 and said in capsys.readouterr().err

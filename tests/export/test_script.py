@@ -244,8 +244,7 @@ def test_files_are_written_whole_and_not_twice(tmp_path: Path) -> None:
         before = file.read_text()
         with pytest.raises(ArgumentError, match=f"path: .*{name} exists already; name another file, or give force"):
             export(spec(seed=9), file)
-        assert file.read_text() == before
-        assert export(spec(seed=9), file, force=True).read_text() != before
+        assert file.read_text() == before and export(spec(seed=9), file, force=True).read_text() != before
     assert sorted(os.listdir(tmp_path)) == ["spec.json", "train.files", "train.py"]  # no part is left
 
 

@@ -72,13 +72,10 @@ def test_ids_are_those_of_byt5(text: str) -> None:
     assert ours.tolist() == byt5()(text, add_special_tokens=False).input_ids
 
 
-def test_the_standard_library_is_read_as_it_is_and_alike_every_time() -> None:
+def test_the_standard_library_is_read_as_it_is_and_a_folder_is_its_text_files_in_order(tmp_path: Path) -> None:
     text = open_text("stdlib")
     assert len(text.data) == STDLIB_CAP_BYTES and "standard library" in text.description
     assert open_text("stdlib").fingerprint == text.fingerprint
-
-
-def test_a_folder_is_its_text_files_in_order(tmp_path: Path) -> None:
     for name, content in {"b.txt": b"two", "a.txt": b"one ", ".hidden": b"no", "image.png": b"\x89PNG\0"}.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "sub").mkdir()
@@ -100,8 +97,7 @@ def test_made_images_are_the_same_everywhere_and_of_every_class() -> None:
     parts = [Batches(half, resolve("vit-1m"), rank=r, world_size=2).batch(0) for r in range(2)]
     assert torch.equal(torch.cat([p["pixel_values"] for p in parts]), one["pixel_values"])
     assert one["pixel_values"].shape == (64, 3, 32, 32) and one["pixel_values"].dtype == torch.float32
-    assert set(one["labels"].tolist()) == set(range(10))
-    assert 0.5 < one["pixel_values"].std() < 2
+    assert set(one["labels"].tolist()) == set(range(10)) and 0.5 < one["pixel_values"].std() < 2
 
 
 def test_a_folder_of_images_gives_classes_by_name(tmp_path: Path) -> None:
@@ -133,9 +129,7 @@ IMAGES: dict[str, Callable[[Path], None]] = {
     "P.png": lambda path: Image.fromarray(SHADES).convert("P").save(path, transparency=3),
     "CMYK.tif": lambda path: Image.fromarray(SHADES).convert("RGB").convert("CMYK").save(path),
     "turned.png": _with_exif,
-    "moving.gif": lambda path: Image.fromarray(SHADES).save(
-        path, save_all=True, append_images=[Image.new("L", (32, 32))]
-    ),
+    "two.gif": lambda path: Image.fromarray(SHADES).save(path, save_all=True, append_images=[Image.new("L", (32, 32))]),
 }
 
 
@@ -166,9 +160,7 @@ def test_an_image_of_any_mode_has_the_same_shades(tmp_path: Path, channels: int,
 def test_an_image_that_cannot_be_read_is_named(tmp_path: Path, save: Callable[[Path], None], said: str) -> None:
     (tmp_path / "class").mkdir()
     save(tmp_path / "class" / "it.tif")
-    with pytest.raises(
-        SpecError, match=rf"workload.data: .*it.tif cannot be read as an image \(.*{said}.*; remove that"
-    ):
+    with pytest.raises(SpecError, match=rf"workload.data: .*it.tif cannot be read as an image \(.*{said}.*; remove"):
         FolderImages(str(tmp_path), facts_of(resolve("vit-1m"))).image(0)
 
 

@@ -25,10 +25,8 @@ def test_a_skeleton_is_the_eager_model_without_its_values(name: str) -> None:
     skeleton = build_skeleton(config)
     eager = type(skeleton)(config)
     assert all(p.is_meta and p.dtype == torch.float32 for p in skeleton.parameters())
-    ours, theirs = dict(skeleton.named_parameters()), dict(eager.named_parameters())
-    assert {n: (p.shape, p.requires_grad) for n, p in ours.items()} == {
-        n: (p.shape, p.requires_grad) for n, p in theirs.items()
-    }
+    ours, theirs = ({n: (p.shape, p.requires_grad) for n, p in m.named_parameters()} for m in (skeleton, eager))
+    assert ours == theirs
     buffers = dict(skeleton.named_buffers())
     assert buffers.keys() == dict(eager.named_buffers()).keys()
     for path, buffer in eager.named_buffers():
@@ -70,8 +68,7 @@ def test_the_door_to_meta_is_shut_again_after_an_error() -> None:
         thread.join()
         raise ZeroDivisionError
     assert not built[0].weight.is_meta, "another thread builds real modules meanwhile"
-    assert nn.Module.register_parameter is before
-    assert not nn.Linear(2, 2).weight.is_meta
+    assert nn.Module.register_parameter is before and not nn.Linear(2, 2).weight.is_meta
 
 
 @pytest.mark.parametrize(("config", "said"), [
@@ -97,18 +94,14 @@ def test_values_do_not_depend_on_the_order_of_asking(order: list[str], seed: int
     assert all(torch.equal(other(name), expected[name]) for name in order)
 
 
-def test_values_do_not_depend_on_the_rest_of_the_model() -> None:
+def test_values_depend_on_seed_and_name_and_not_on_the_rest_of_the_model() -> None:
     deep = {**SMALL["llama tied"], "num_hidden_layers": 5, "tie_word_embeddings": False}
     one, other = (Initializer(build_skeleton(resolve(c)), 3) for c in (SMALL["llama tied"], deep))
     assert all(torch.equal(one(name), other(name)) for name in NAMES)
-
-
-def test_seeds_and_names_differ() -> None:
     model = build_skeleton(resolve("gpt2-1m"))
     zero, one = Initializer(model, 0), Initializer(model, 1)
     first, second = "transformer.h.0.mlp.c_fc.weight", "transformer.h.1.mlp.c_fc.weight"
-    assert not torch.equal(zero(first), one(first))
-    assert not torch.equal(zero(first), zero(second))
+    assert not torch.equal(zero(first), one(first)) and not torch.equal(zero(first), zero(second))
     with pytest.raises(KeyError):
         zero("lm_head.weight")  # a tied parameter has one name, its first
 
@@ -134,9 +127,7 @@ def test_values_that_a_module_computes_are_those_of_the_model_itself(name: str) 
         ours = one(path)
         assert torch.equal(ours, again(path)) and bool(ours.isfinite().all()), path
         assert path in drawn or torch.equal(ours, theirs), path
-    assert any(
-        name in path for name in ("A_log", "time_decay") for path, _ in eager.named_parameters() if path not in drawn
-    )
+    assert any(name in p for name in ("A_log", "time_decay") for p, _ in eager.named_parameters() if p not in drawn)
 
 
 def test_a_parameter_that_is_scaled_in_place_begins_scaled_whatever_dtype_the_config_names() -> None:
@@ -152,8 +143,7 @@ def test_values_are_distributed_as_the_model_itself_draws_them(name: str) -> Non
     skeleton = build_skeleton(config)
     initial = Initializer(skeleton, 0)
     torch.manual_seed(0)
-    eager = type(skeleton)(config)
-    for path, theirs in eager.named_parameters():
+    for path, theirs in type(skeleton)(config).named_parameters():
         ours = initial(path)
         assert ours.shape == theirs.shape and ours.dtype == torch.float32 and not ours.is_meta
         if theirs.unique().numel() == 1:
@@ -191,7 +181,9 @@ def test_any_function_draws_the_same_in_pieces(
     assert torch.equal(part(initial, "weight", 1, 3 * n), initial("weight").reshape(-1)[1:])
 
 
-def test_what_lies_behind_a_range_is_not_drawn_and_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_drawn_apart_is_kept_and_what_lies_behind_a_range_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    embedding = Initializer(build_skeleton(resolve("bert-1m")), 0)("bert.embeddings.word_embeddings.weight")
+    assert not embedding[0].any() and embedding[1:].any(dim=1).all()
     sizes: list[int] = []
     initial = Initializer(build_skeleton(resolve("bert-1m")), 0, lambda: sizes.append(0))
     inner = build.Draw.run_on
@@ -204,12 +196,6 @@ def test_what_lies_behind_a_range_is_not_drawn_and_little_at_a_time(monkeypatch:
     monkeypatch.setattr(build.Draw, "run_on", seen)
     part(initial, "bert.embeddings.word_embeddings.weight", 2000, 3000)
     assert sizes == [1024 + 128, 1024, 1024]  # its first row is made zero
-
-
-def test_a_part_that_is_drawn_apart_is_kept() -> None:
-    initial = Initializer(build_skeleton(resolve("bert-1m")), 0)
-    embedding = initial("bert.embeddings.word_embeddings.weight")
-    assert not embedding[0].any() and embedding[1:].any(dim=1).all()
 
 
 def test_a_live_model_and_the_global_generator_are_only_read() -> None:
@@ -245,8 +231,7 @@ def names(model: nn.Module, groups: list[list[nn.Module]]) -> list[list[str]]:
 
 def closed(module: nn.Module, model: nn.Module) -> bool:
     """Whether no parameter in it is used outside."""
-    inside = {id(m) for m in module.modules()}
-    held = {id(p) for p in module.parameters()}
+    inside, held = {id(m) for m in module.modules()}, {id(p) for p in module.parameters()}
     outside = [m for m in model.modules() if id(m) not in inside]
     return not any(id(p) in held for m in outside for p in m._parameters.values() if p is not None)
 
@@ -309,12 +294,8 @@ def test_a_model_without_blocks_is_refused_with_a_way_out() -> None:
     assert e.value.fix == {"wrap": "whole"}
 
 
-@pytest.mark.parametrize(
-    ("packed", "name", "times"), [(False, own._PACKED, 1), (True, own._PACKED, 3), (False, "?", 3)]
-)
-def test_a_model_is_asked_once_whether_sequences_are_packed(
-    monkeypatch: pytest.MonkeyPatch, packed: bool, name: str, times: int
-) -> None:
+@pytest.mark.parametrize(("packed", "name", "n"), [(False, own._PACKED, 1), (True, own._PACKED, 3), (False, "?", 3)])
+def test_a_model_is_asked_once_about_packing(monkeypatch: pytest.MonkeyPatch, packed: bool, name: str, n: int):
     """It waits for a GPU to answer. Where it says yes, or transformers asks otherwise, it is asked every time."""
     model, ids, asked = filled(SMALL["llama tied"]), torch.arange(64).view(2, 32), list[int]()
     wanted = model(input_ids=ids, labels=ids)["loss"]
@@ -327,4 +308,4 @@ def test_a_model_is_asked_once_whether_sequences_are_packed(
     monkeypatch.setattr(own, "_PACKED", name)
     loss = own.objective(Spec().workload)
     assert all(torch.allclose(loss(model, {"input_ids": ids, "labels": ids}), wanted) for _ in range(3))
-    assert len(asked) == times and masking_utils.find_packed_sequence_indices is answer
+    assert len(asked) == n and masking_utils.find_packed_sequence_indices is answer

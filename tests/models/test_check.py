@@ -77,7 +77,7 @@ def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pyt
         check(Workload(data=str(tmp_path / "mine.txt")))
 
 
-def test_folders_of_images_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_folders_of_images_that_do_not_fit_are_refused_and_their_models_continue_no_text(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="no sub-folder with images"):
         check(Workload(model="vit-1m", data=str(tmp_path)))
     for label in range(11):
@@ -87,11 +87,6 @@ def test_folders_of_images_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         check(Workload(model="vit-1m", data=str(tmp_path)))
     (tmp_path / "class00" / "x.png").unlink()
     check(Workload(model="vit-1m", data=str(tmp_path)))  # the images themselves are read when they are needed
-
-
-def test_a_model_of_images_continues_no_text() -> None:
     given, no_batches = Spec().replace(model="vit-1m", data="images"), cast(Batches, None)
-    with pytest.raises(
-        ArgumentError, match="prompts: vit classifies images and does not continue a text; train a causal"
-    ):
+    with pytest.raises(ArgumentError, match="prompts: vit classifies images and does not continue a text; train a"):
         encoded(given, no_batches, ["a"], Sampling())

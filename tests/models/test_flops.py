@@ -72,14 +72,11 @@ def test_a_model_that_cannot_be_counted_is_estimated_aloud(config: dict[str, Any
         assert count_flops(resolve(config), 32).model > 0
 
 
-def test_a_cpu_is_measured_and_says_so() -> None:
+def test_a_cpu_and_a_gpu_that_is_not_in_the_table_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     peak = device_peak("cpu", torch.float32)
     assert peak.flops_per_s is not None and math.isfinite(peak.flops_per_s) and peak.flops_per_s > 1e8
     assert "measured" in peak.source and "float32" in peak.source
     assert measured_peak("cpu", torch.bool).flops_per_s is None, "it has no matrix products"
-
-
-def test_a_gpu_that_is_not_in_the_table_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce GTX 1080")
     monkeypatch.setattr(flops, "measured_peak", lambda *given: asked.append(given) or Peak(1e12, "measured: here"))

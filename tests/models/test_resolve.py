@@ -31,8 +31,7 @@ def test_dropout_is_zero_and_the_config_given_is_left_alone() -> None:
     assert given.resid_pdrop == given.attn_pdrop == 0.1
     assert resolved.resid_pdrop == resolved.attn_pdrop == resolved.embd_pdrop == 0
     bert = resolve(BertConfig())
-    assert bert.hidden_dropout_prob == bert.attention_probs_dropout_prob == 0
-    assert resolve("t5-1m").dropout_rate == 0
+    assert bert.hidden_dropout_prob == bert.attention_probs_dropout_prob == 0 and resolve("t5-1m").dropout_rate == 0
 
 
 def test_what_else_is_drawn_in_a_forward_is_off_as_dropout_is() -> None:
@@ -109,5 +108,4 @@ def test_presets_and_check_need_neither_torch_nor_transformers() -> None:
 def test_positions_that_begin_behind_the_padding_id_are_fewer() -> None:
     """RoBERTa's 34 positions hold 32 tokens."""
     roberta = {"model_type": "roberta", "pad_token_id": 1, "max_position_embeddings": 34, "vocab_size": 300}
-    assert facts_of(roberta).max_positions == 32
-    assert facts_of({**roberta, "model_type": "bert"}).max_positions == 34
+    assert facts_of(roberta).max_positions == 32 and facts_of({**roberta, "model_type": "bert"}).max_positions == 34

@@ -94,8 +94,7 @@ def test_tokens_of_a_text_are_those_of_transformers_alone(tmp_path: Path) -> Non
     assert every.is_token.all() and every.is_wanted.all() and len(every.ids) == source.count
     whole = [*alone(said, add_special_tokens=False, truncation=False).input_ids, alone.sep_token_id]
     assert made == whole[: len(made)] and len(whole) - len(made) < 16
-    assert alone.decode(made[:20]) == alone.decode(whole[:20]).lower()
-    assert "1 samples" in source.description
+    assert alone.decode(made[:20]) == alone.decode(whole[:20]).lower() and "1 samples" in source.description
 
 
 def test_samples_are_joined_with_the_end_token_and_cut(tmp_path: Path, folder: str) -> None:
@@ -124,9 +123,7 @@ def test_lines_of_a_text_are_samples_where_they_are_padded(tmp_path: Path, folde
         assert len(found) == 2 and found[0, : len(begin)].tolist() == begin
 
 
-def test_how_much_is_read_at_once_does_not_show(
-    tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch, own_cache: Path
-) -> None:
+def test_how_much_is_read_at_once_does_not_show(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small parts are written as they come: no more is in memory."""
     (tmp_path / "some").mkdir()
     for i in range(3):
@@ -137,12 +134,9 @@ def test_how_much_is_read_at_once_does_not_show(
     monkeypatch.setattr(tokens, "_BATCH_CHARS", 50)
     monkeypatch.setattr("fsdp_lab.models.records.PIECE_CHARS", 100)
 
-    def progress(awaits: bool) -> None:
-        sizes.append(next((tmp_path / "other").glob("*.part")).stat().st_size)
-
-    source = batches(workload, progress=progress).source
-    again = source.collate(np.arange(source.count), np.arange(source.count))["input_ids"]
-    assert torch.equal(again, whole)
+    parts = (tmp_path / "other").glob
+    source = batches(workload, progress=lambda _: sizes.append(next(parts("*.part")).stat().st_size)).source
+    assert torch.equal(source.collate(np.arange(source.count), np.arange(source.count))["input_ids"], whole)
     assert len(sizes) > 10 and max(np.diff(sizes)) < sizes[-1] / 8
 
 
@@ -301,24 +295,20 @@ def test_resuming_at_another_world_size_sees_the_same_samples(tmp_path: Path, fo
 def test_tokens_are_made_once_for_a_content(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = json_lines(tmp_path / "some.jsonl", uneven(40, 9))
     workload = Workload(model=GPT2, data=data, tokenizer=folder, seq_len=8)
-    made: list[int] = []
-
-    def progress(awaits: bool) -> None:
-        made.append(1)
-
+    made: list[bool] = []
+    progress = made.append  # whether it waits for another process
     before = batches(workload, progress=progress).source
-    assert made == [1]
+    assert made == [False]
     again = batches(dataclasses.replace(workload, seq_len=16), progress=progress).source
-    assert made == [1] and again.fingerprint == before.fingerprint
+    assert made == [False] and again.fingerprint == before.fingerprint
     (tmp_path / "else").mkdir()
-    elsewhere = shutil.copy2(data, tmp_path / "else")
-    batches(dataclasses.replace(workload, data=str(elsewhere)), progress=progress)
-    assert made == [1], "wherever it is"
+    batches(dataclasses.replace(workload, data=str(shutil.copy2(data, tmp_path / "else"))), progress=progress)
+    assert made == [False], "wherever it is"
     json_lines(tmp_path / "some.jsonl", uneven(41, 9))
-    assert batches(workload, progress=progress).source.fingerprint != before.fingerprint and made == [1, 1]
+    assert batches(workload, progress=progress).source.fingerprint != before.fingerprint and made == [False] * 2
     word_tokenizer(tmp_path / "tokenizer", words=150)
     batches(workload, progress=progress)
-    assert made == [1, 1, 1], "another tokenizer"
+    assert made == [False] * 3, "another tokenizer"
 
 
 def _both(place: Place, workload: Workload, folder: str) -> tuple[int, list[list[int]], str]:
@@ -390,8 +380,7 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "taken").touch()
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "taken"))
     data = json_lines(tmp_path / "some.jsonl", uneven(40, 9))
-    error = refused("workload.data", "its tokens cannot be kept in .*taken", data=data)
-    assert "FSDP_LAB_CACHE" in error.hint
+    assert "FSDP_LAB_CACHE" in refused("workload.data", "its tokens cannot be kept in .*taken", data=data).hint
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------
@@ -497,8 +486,7 @@ def test_what_json_can_hold_is_what_the_tokenizer_gets(tmp_path: Path, folder: s
         lines = [
             json.dumps({"text": s, "other": i if i % 2 else s}, ensure_ascii=s is said[2]) for i, s in enumerate(sides)
         ]
-        content = "".join(line + end for line in lines).encode()
-        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + "".join(line + end for line in lines).encode())
         found = rows(Workload(model=GPT2, data=str(tmp_path / name), tokenizer=folder, seq_len=4, **IN_ORDER))
         alone = [i for s in sides for i in [*tokenizer(s).input_ids, END]]
         assert found["input_ids"].reshape(-1).tolist() == alone[: found["input_ids"].numel()]
@@ -532,8 +520,7 @@ def test_a_sample_that_is_too_long_is_named_with_ways_out(tmp_path: Path, folder
     error = refused("workload.seq_len", said, **workload)
     assert error.fix == {"seq_len": 31} and "packing packed or a seq_len of 31" in error.hint
     batches(Workload(model=GPT2, **{**workload, **error.fix}))
-    short = {**GPT2, "n_positions": 16}
-    error = refused("workload.seq_len", "has 13 tokens", model=short, **workload)
+    error = refused("workload.seq_len", "has 13 tokens", model={**GPT2, "n_positions": 16}, **workload)
     assert error.fix == {"packing": "packed"} and "more than 16 positions" in error.hint
 
 

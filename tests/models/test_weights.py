@@ -74,9 +74,7 @@ def test_values_of_another_dtype_are_those_of_from_pretrained(tmp_path: Path, dt
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     alone = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     found = values_of(str(tmp_path), tmp_path)
-    assert all(
-        torch.equal(found[name], p.detach()) and p.dtype == torch.float32 for name, p in alone.named_parameters()
-    )
+    assert all(torch.equal(found[n], p.detach()) and p.dtype == torch.float32 for n, p in alone.named_parameters())
 
 
 def test_a_base_models_file_has_no_prefix_and_old_names_are_known(tmp_path: Path) -> None:
@@ -219,14 +217,11 @@ def test_missing_extra_and_misshapen_tensors_are_named_together_and_begin_fresh_
     assert partly.fix == {"fresh_weights": ["lm_head.*", "classifier*", "transformer.h.1.mlp.*"]}
 
 
-def test_a_pattern_that_matches_nothing_is_refused_as_others_are(tmp_path: Path) -> None:
+def test_a_pattern_that_matches_nothing_is_refused_and_the_smallest_have_nothing_that_is_loaded(tmp_path: Path) -> None:
     saved(tmp_path, UNTIED)
     with pytest.raises(SpecError, match=r"^workload.fresh_weights: 'head.\*' matches no tensor") as caught:
         check(Workload(model=str(tmp_path), fresh_weights=["lm_head.*", "head.*"]))
     assert caught.value.fix == {"fresh_weights": ["lm_head.*"]}
-
-
-def test_the_smallest_patterns_have_nothing_that_is_loaded() -> None:
     names = ["a.b.w", "a.b.v", "a.c.w", "d.w", "e.w"]
     assert smallest_patterns(["a.b.w", "a.b.v"], names) == ["a.b.*"]
     assert smallest_patterns(["a.b.w", "d.w"], names) == ["a.b.w", "d.*"]

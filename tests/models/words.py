@@ -1,7 +1,5 @@
 """What tests of tokens need: a small tokenizer whose tokens are words, and small files of samples."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -115,8 +115,7 @@ def test_a_search_ranks_by_speed_and_probability_and_says_what_cannot_be_told_ap
     assert expected == sorted(expected)
     like = [one for one in found.top[1:] if not one.is_apart]
     assert all("the order is not certain" in one.why for one in like)
-    assert ("cannot be told apart" in repr(found)) == bool(like)
-    assert not found.top[0].is_apart
+    assert ("cannot be told apart" in repr(found)) == bool(like) and not found.top[0].is_apart
 
 
 def test_what_two_predictions_share_does_not_make_their_order_uncertain() -> None:

@@ -126,8 +126,7 @@ def test_a_calibration_on_several_hosts_tells_their_links_apart() -> None:
     here, _ = made_up()
     slow = {kind: [[n, 10 * seconds] for n, seconds in rows] for kind, rows in here.probes["collectives"].items()}
     probes = {**here.probes, "per_host": 2, "inside": here.probes["collectives"], "across": slow, "collectives": slow}
-    there = replace(here, devices=("cpu",) * 4, probes=probes)
-    found = there.machine
+    found = replace(here, devices=("cpu",) * 4, probes=probes).machine
     assert (found.hosts, found.per_host) == (2, 2)
     assert found.inside["all_gather"](1e6) == pytest.approx(here.machine.collectives["all_gather"](1e6))
     assert found.device.link_bytes_per_s == pytest.approx(here.machine.device.link_bytes_per_s)
@@ -143,8 +142,7 @@ def test_a_calibration_on_several_hosts_tells_their_links_apart() -> None:
 def test_a_curve_goes_through_its_points_and_on() -> None:
     curve = Curve.of([[4.0, 2.0], [1.0, 1.0], [4.0, 6.0]])
     assert curve.points == ((1.0, 1.0), (4.0, 4.0))
-    assert [curve(x) for x in (0, 0.5, 1, 2, 4, 8)] == pytest.approx([0, 1, 1, 2, 4, 8])
-    assert curve.best == 1.0
+    assert [curve(x) for x in (0, 0.5, 1, 2, 4, 8)] == pytest.approx([0, 1, 1, 2, 4, 8]) and curve.best == 1.0
     with pytest.raises(ValueError, match="one point"):
         Curve.of([])
 
@@ -158,8 +156,7 @@ def test_an_emulated_link_is_planned_here_and_not_on_hardware_that_is_named() ->
 
     none, fast, slow = on(None), on("100 GB/s"), on("0.01 GB/s")
     assert fast.step_time_s == none.step_time_s
-    sent = sum(slow.link_bytes.values())
-    assert slow.step_time_s == pytest.approx(sent / 10e6, rel=0.1)
+    assert slow.step_time_s == pytest.approx(sum(slow.link_bytes.values()) / 10e6, rel=0.1)
     later, latency = on("0.01 GB/s, 5 ms"), 5e-3
     model = StepModel(spec, shape_for("gpt2-1m").units, 64, here.machine, here.rates)
     assert later.step_time_s - slow.step_time_s == pytest.approx(model.sends.total() * latency, rel=0.2)

@@ -14,12 +14,9 @@ from fsdp_lab.planner.devices import PUBLISHED, Curve, Machine, machine
 GB = 1e9
 
 
-def test_a_ring_sends_what_the_textbook_says() -> None:
+def test_a_ring_sends_what_the_textbook_says_over_the_whole_network_of_its_hosts_which_replicas_share() -> None:
     assert link_bytes("all_gather", 8.0, 4) == link_bytes("reduce_scatter", 8.0, 4) == 6.0
     assert link_bytes("all_reduce", 8.0, 4) == 12.0
-
-
-def test_one_group_over_hosts_has_their_whole_network_and_replicas_share_it() -> None:
     where = machine("a100-80", 32, hosts=4, network_gbit_per_s=400)
     whole = collective_seconds("all_gather", GB, RankGroup(size=32), where, PUBLISHED)
     assert whole == pytest.approx(GB * 31 / 32 / (50 * GB * PUBLISHED.network), rel=0.01)

@@ -47,7 +47,7 @@ def test_every_row_is_met_or_refused_with_a_reason() -> None:
     assert constant["by_row_mape"] > 0.08 and constant["by_source_mape"] > 0.1, "one MFU a GPU is far worse"
 
 
-def test_ratios_are_those_that_are_published() -> None:
+def test_ratios_are_those_that_are_published_and_stress_tests_are_predicted() -> None:
     found = validate.checks(ROWS)
     assert len(found) == len(CHECKS) and sum(check.kind == "scaling" for check in found) == 6
     for check in found:
@@ -55,9 +55,6 @@ def test_ratios_are_those_that_are_published() -> None:
         near = 0.05 if "hybrid" in check.name else near
         assert check.predicted == pytest.approx(check.published, abs=near), check
         assert (check.predicted > 1) == (check.published > 1) or check.kind == "scaling", check
-
-
-def test_stress_tests_are_predicted() -> None:
     for one in (case(TABLE[name]) for name in STRESS):
         assert one.measured_s and one.predicted_s() == pytest.approx(one.measured_s, rel=0.3), one.id
         assert one.assumed["interconnect"].startswith("200 Gb/s")
@@ -79,7 +76,6 @@ def test_blocks_move_what_their_kernels_do_and_a_head_its_logits() -> None:
     by_hand = 2 * h * (RESIDUAL[0] + RMS_NORM[0]) + 2 * h * ROTARY[0] + inner * GATE[0]
     llama, root = memory_traffic(SEVEN.units[1]), memory_traffic(SEVEN.units[0])
     gpt = memory_traffic(shape_of(named_model("GPT 6.7B")).units[1])  # type: ignore[arg-type]
-    assert llama is not None and gpt is not None and root is not None
     assert llama[0] == pytest.approx(by_hand) and llama[2] < llama[0] / 3, "a compiler fuses them"
     assert 3 < llama[0] / gpt[0] < 5 and root[0] == 32000 * 14
     narrow, whole = (shape_of(gpt_model(4, hidden, 32)).units[-1] for hidden in (2560, 3072))
@@ -114,12 +110,9 @@ def peaks() -> dict[str, MemoryRow]:
     return {peak.id: peak for peak in memory_rows(ROWS)[0]}
 
 
-def test_the_memory_bands_in_the_package_are_those_of_the_rows(peaks: dict[str, MemoryRow]) -> None:
+def test_peaks_are_those_that_are_published_and_bands_those_of_rows(peaks: dict[str, MemoryRow]) -> None:
     found = fitting.memory_quantiles(*validate.log_memory_errors(list(peaks.values())))
     assert found.values == pytest.approx(MEMORY_ERRORS["cuda"].values, abs=2e-4)
-
-
-def test_peaks_are_those_that_are_published(peaks: dict[str, MemoryRow]) -> None:
     allocated = [m for m in peaks.values() if m.kind == "allocated" and m.is_explained]
     first = [m for m in allocated if m.id.startswith(("fsdp-7", "dlrover"))]
     assert len(first) == 23 and mape(first) <= 0.05 and max(abs(m.error) for m in first) <= 0.12

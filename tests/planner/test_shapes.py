@@ -22,8 +22,7 @@ def test_a_preset_s_shape_has_its_parameters() -> None:
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name.endswith(("-1m", "-7b"))])
 def test_a_tape_ends_with_nothing_but_the_loss(name: str) -> None:
-    """A gradient is as large as its parameter, whatever the numbers of samples and tokens: no size of a model is taken for
-    one that grows with them."""
+    """A gradient is as large as its parameter, whatever the numbers of samples and tokens."""
     shape = shape_for(name)
     for wrap in ("every:3", "whole"):
         assert shape_for(name, wrap).parameters == shape.parameters

@@ -33,40 +33,30 @@ def simulated(*, gather: float = 0.0, reduce: float = 0.0, ahead: bool = True, i
 COMPUTING = BLOCKS * (FORWARD + BACKWARD)
 
 
-def test_only_the_first_gather_and_the_last_reduction_stand_out_where_computing_covers_the_rest() -> None:
+def test_the_first_gather_and_the_last_reduction_stand_out_and_where_the_host_is_late_every_gather() -> None:
     found = simulated(gather=1.0, reduce=1.0)
     assert found.exposed_s == pytest.approx(2.0) and found.seconds == pytest.approx(COMPUTING + 2)
-
-
-def test_a_host_that_does_not_run_ahead_shows_every_gather_of_the_forward() -> None:
-    found = simulated(gather=1.0, ahead=False, forward_prefetch=0)
-    assert found.exposed_s == pytest.approx(BLOCKS)
+    assert simulated(gather=1.0, ahead=False, forward_prefetch=0).exposed_s == pytest.approx(BLOCKS)
     covered = simulated(gather=1.0, ahead=False)
     assert covered.exposed_s == pytest.approx(1.0), "as our engine does it unless it is asked not to"
 
 
-def test_where_communication_binds_it_is_as_long_as_what_is_sent() -> None:
+def test_communication_that_binds_is_as_long_as_what_is_sent_and_in_flight_slows_computing_down() -> None:
     found = simulated(gather=10.0, reduce=20.0)
     gathers = sum(d.action.phase is Phase.UNSHARD and d.action.unit > 0 for d in found.done)
     assert found.seconds == pytest.approx(10 * gathers + 20 * BLOCKS, rel=0.1)
+    calm, disturbed = simulated(gather=1.0), simulated(gather=1.0, interference=0.25)
+    gathers = sum(d.action.phase is Phase.UNSHARD and d.action.unit > 0 for d in calm.done)
+    assert disturbed.phase_s(Phase.COMPUTE) == pytest.approx(COMPUTING + 0.25 * gathers)
 
 
-def test_without_backward_prefetch_a_gather_waits_behind_the_reduction_before_it() -> None:
+def test_gathers_wait_behind_reductions_without_backward_prefetch_and_for_the_limiter() -> None:
     ahead, behind = simulated(gather=1.5, reduce=1.5), simulated(gather=1.5, reduce=1.5, backward_prefetch=0)
     assert behind.seconds > ahead.seconds + 1.0
-
-
-def test_the_limiter_holds_gathers_back() -> None:
     free, limited = simulated(gather=0.1, limit=0), simulated(gather=0.1, limit=1)
     first = [d for d in free.done if d.action.phase is Phase.UNSHARD][1:4]
     held = [d for d in limited.done if d.action.phase is Phase.UNSHARD][1:4]
     assert first[-1].begin_s < FORWARD < held[-1].begin_s
-
-
-def test_a_collective_in_flight_slows_computing_down() -> None:
-    calm, disturbed = simulated(gather=1.0), simulated(gather=1.0, interference=0.25)
-    gathers = sum(d.action.phase is Phase.UNSHARD and d.action.unit > 0 for d in calm.done)
-    assert disturbed.phase_s(Phase.COMPUTE) == pytest.approx(COMPUTING + 0.25 * gathers)
 
 
 @given(
@@ -89,13 +79,10 @@ def test_every_queue_is_one_after_the_other_and_the_parts_make_the_whole(
             assert d.begin_s >= max(needs, default=0.0) - 1e-9
 
 
-def test_where_nothing_overlaps_a_step_is_the_sum_of_all() -> None:
+def test_what_blocks_is_waited_for_and_the_rest_overlaps() -> None:
+    """A backend on a CPU that waits for its reductions, and not for its gathers."""
     found = simulated(gather=1.0, reduce=2.0, interference=0.5, blocking=(Phase.UNSHARD, Phase.REDUCE))
     assert found.exposed_s == pytest.approx(found.phase_s(Phase.UNSHARD) + found.phase_s(Phase.REDUCE))
     assert found.seconds == pytest.approx(COMPUTING + found.exposed_s)
-
-
-def test_what_blocks_is_waited_for_and_the_rest_overlaps() -> None:
-    """A backend on a CPU that waits for its reductions, and not for its gathers."""
     free, waits = (simulated(gather=1.0, reduce=1.0, ahead=False, blocking=b) for b in ((), (Phase.REDUCE,)))
     assert waits.seconds == pytest.approx(free.seconds + BLOCKS - 1)  # the last reduction is waited for anyway

@@ -78,12 +78,9 @@ def test_a_fault_that_cannot_be_is_refused_before_anything_is_sent(changes: dict
     assert str(e.value).startswith(said)
 
 
-def test_a_field_that_a_fault_lacks_is_named() -> None:
+def test_a_field_that_a_fault_lacks_is_named_and_a_link_of_one_rank_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"^fault\.kind: None is refused; give"):
         Fault.from_dict({"ranks": [1]})
-
-
-def test_a_link_of_one_rank_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"fault\.kind: one rank sends nothing over a link"):
         Fault(kind=FaultKind.CUT, ranks=(0,)).check(1, 5)
 

@@ -46,8 +46,7 @@ def test_an_event_that_was_stored_before_some_fields_has_their_defaults() -> Non
 def test_classes_are_the_roles_and_add_up() -> None:
     sizes = {role: 2**i for i, role in enumerate(Role)}
     classes = RoleBytes.of(sizes)
-    assert {role: classes.of_role(role) for role in Role} == sizes
-    assert classes.total_bytes == 2 ** len(Role) - 1
+    assert {role: classes.of_role(role) for role in Role} == sizes and classes.total_bytes == 2 ** len(Role) - 1
 
 
 def test_what_is_derived() -> None:
@@ -62,9 +61,6 @@ def test_what_is_derived() -> None:
     two = Traffic(calls=10, link_bytes=20, seconds=30.0, exposed_seconds=40.0)
     assert one + two == Traffic(calls=11, link_bytes=22, seconds=33.0, exposed_seconds=44.0)
     assert event(comm={"all_gather": one, "control": two}).exposed_comm_s == 44.0
-
-
-def test_utilisation_of_an_older_file_is_relative_to_at_least_what_its_step_reached() -> None:
     e = event(peak_flops_per_s=1e12, recompute_flops=10**12 // 4)
     assert e.best_flops_per_s == 2.5e12 and (e.mfu, e.hfu) == (0.8, 1.0)
 
@@ -84,12 +80,9 @@ def frame(*parameters: ParameterHolding) -> PhaseSnapshot:
                  parameters=parameters)  # fmt: skip
 
 
-def test_a_frame_goes_through_json_both_ways() -> None:
+def test_a_frame_goes_through_json_both_ways_and_all_of_a_parameter_is_held_when_it_is_unsharded() -> None:
     f = frame(holding(), holding(name="wte.weight", unit=ROOT, start=0, stop=0, gradient="sharded"))
     assert PhaseSnapshot.from_dict(json.loads(json.dumps(f.to_dict()))) == f
     assert PhaseSnapshot.from_dict(frame().to_dict()) == frame()
-
-
-def test_all_of_a_parameter_is_held_when_it_is_unsharded() -> None:
     held = [holding(state=state).held for state in ("sharded", "gathering", "unsharded")]
     assert held == [(5, 10), (5, 10), (0, 10)]

@@ -26,9 +26,7 @@ JUNK: list[Any] = [None, "", "none", "every:0", "every:2", "min_params:x", "clas
 def test_every_spec_is_refused_with_a_reason_or_is_whole(chance: random.Random) -> None:
     """A hundred Specs at a time."""
     for _ in range(100):
-        fields = {
-            name: chance.choice(JUNK + GOOD.get(name, []) * 4) for name in chance.sample(NAMES, chance.randrange(7))
-        }
+        fields = {n: chance.choice(JUNK + GOOD.get(n, []) * 4) for n in chance.sample(NAMES, chance.randrange(7))}
         try:
             spec = Spec().replace(**fields)
         except SpecError as e:

@@ -45,21 +45,22 @@ def test_the_rank_that_did_not_come_is_named_with_the_collective_its_unit_and_it
     assert hang.stacks == {1: "s1"} and "rank 1 is here:\ns1" in hang.text
 
 
-def test_before_the_limit_nothing_is_said():
+def test_before_the_limit_nothing_is_said_and_it_is_half_of_the_timeout_unless_it_is_given():
     late = {0: beat(0, issued(16), 4.9), 1: beat(1)}
     assert diagnose(late, 5.0) is None and diagnose(late, 4.8) is not None
     assert diagnose({}, 5.0) is None and diagnose({1: beat(1)}, 5.0) is None
+    assert limit(None, 60) == 30 and limit(59, 60) == 59 and limit(0.5, 60) == 0.5
 
 
-def test_a_rank_that_was_never_heard_of_is_missing():
+def test_a_rank_never_heard_of_is_missing_of_many_a_few_are_written_out_and_a_silent_one_has_no_state():
+    """It said that it came, and waits; but its process is stopped, so its last word is old."""
     hang = diagnosed(beat(0, issued(0)), beat(1, issued(0)), beat(3, issued(0)))
     assert hang.ranks == (2,) and "rank 2 has sent no heartbeat" in hang.sentence and not hang.text
-
-
-def test_what_a_silent_rank_said_before_is_not_taken_for_its_state():
-    """It said that it came, and waits; but its process is stopped, so its last word is old."""
-    ranks = [beat(r, issued(16)) for r in range(4)]
-    hang = diagnosed(*ranks, silent={3: "its process is stopped"})
+    peers = tuple(range(64))
+    hang = diagnosed(beat(0, issued(16), peers=peers), *(beat(r) for r in range(1, 64)))
+    assert hang.ranks == peers[1:] and len(hang.stacks) == 3
+    assert "ranks 1, 2, 3 and 60 more did not join" in hang.sentence
+    hang = diagnosed(*[beat(r, issued(16)) for r in range(4)], silent={3: "its process is stopped"})
     assert hang.absent == (3,) and hang.waiting == (0, 1, 2) and not hang.stacks
     assert "its process is stopped, so its stack cannot be read" in hang.sentence
 
@@ -105,53 +106,32 @@ def test_what_is_waited_for_a_rank_at_long_work_does_not_count():
     waits = beat(0, issued(16), 100.0)
     for since_s, found in ((0.0, False), (4.9, False), (5.1, True), (None, True)):
         worked = beat(1, work=LongWork.COMPILE.text if since_s == 0.0 else "", since_work_s=since_s)
-        joined = beat(1, issued(16), 0.1, since_work_s=since_s)
-        for other in (worked, joined):
+        for other in (worked, beat(1, issued(16), 0.1, since_work_s=since_s)):
             assert (diagnose({0: waits, 1: other}, 5.0) is not None) == found
     assert diagnose({0: waits, 1: beat(1), 2: beat(2, work="compiles", since_work_s=0.0)}, 5.0) is None
 
 
-def test_long_work_excuses_no_rank_of_another_group_and_none_that_is_stopped():
+def test_long_work_excuses_no_rank_of_another_group_none_that_is_stopped_and_none_that_takes_too_long():
     waits, works = beat(0, issued(16), 9.0, peers=(0, 1)), {"work": LongWork.DRAW.text, "since_work_s": 0.0}
     assert diagnose({0: waits, 1: beat(1), 2: beat(2, **works)}, 5.0) is not None
-    hang = diagnosed(waits, beat(1, **works), silent={1: "its process is stopped"})
-    assert hang.absent == (1,)
-
-
-def test_a_rank_that_works_longer_than_that_work_may_take_is_named_with_it():
+    assert diagnosed(waits, beat(1, **works), silent={1: "its process is stopped"}).absent == (1,)
     draws = beat(1, work=LongWork.DRAW.text, since_work_s=5.1)
     hang = diagnosed(beat(0, issued(16), 1000.0, peers=(0, 1)), draws, limit_s=5.0)
     assert hang.absent == (1,) and "is an earlier all_gather of unit h.3, and it draws initial values" in hang.sentence
     assert beat(1, work="compiles").silent_s > 100 * beat(1).silent_s, "native code may hold the interpreter meanwhile"
 
 
-def test_payloads_may_differ_where_they_may():
+def test_payloads_and_numbers_are_compared_where_ranks_have_the_same():
     """Of an all-to-all each rank sends what it has."""
     now = issued(16)
     ranks = [beat(r, now, recent=(issued(15, "all_to_all", payload_bytes=r), now)) for r in (0, 2, 3)]
     assert diagnosed(*ranks, beat(1)).ranks == (1,)
-
-
-def test_of_many_ranks_a_few_are_written_out():
-    peers = tuple(range(64))
-    hang = diagnosed(beat(0, issued(16), peers=peers), *(beat(r) for r in range(1, 64)))
-    assert hang.ranks == peers[1:] and len(hang.stacks) == 3
-    assert "ranks 1, 2, 3 and 60 more did not join" in hang.sentence
+    one, other = issued(-1, "other", ""), issued(-1, "other", "", payload_bytes=4)
+    hang = diagnosed(beat(0, one, peers=(0, 1), recent=(one,)), beat(1, recent=(other,)))
+    assert hang.ranks == (1,) and "did not join other (group" in hang.sentence
 
 
 @pytest.mark.parametrize("hang_s", [0, -1, math.nan, math.inf, "3", True, 60, 61.5])
 def test_a_limit_that_cannot_be_is_refused(hang_s: Any):
     with pytest.raises(ArgumentError, match=r"^hang_s: .*; give "):
         limit(hang_s, 60)
-
-
-def test_the_limit_is_half_of_the_timeout_unless_it_is_given():
-    assert limit(None, 60) == 30 and limit(59, 60) == 59 and limit(0.5, 60) == 0.5
-
-
-def test_what_goes_between_two_ranks_has_no_number_to_compare():
-    one = issued(-1, "other", "")
-    hang = diagnosed(
-        beat(0, one, peers=(0, 1), recent=(one,)), beat(1, recent=(issued(-1, "other", "", payload_bytes=4),))
-    )
-    assert hang.ranks == (1,) and "did not join other (group" in hang.sentence

@@ -149,8 +149,7 @@ def test_replace_routes_flat_names_and_changes_nothing_else() -> None:
     after = before.replace(backend="ddp", sharding="no_shard", micro_batch=8, world_size=3, devices=["cpu"] * 3)
     of_strategy = {"backend": ("ddp", "lab"), "sharding": ("no_shard", "full_shard")}
     others = {"micro_batch": (8, 4), "world_size": (3, 2), "devices": (["cpu"] * 3, None)}
-    assert after.difference(before) == of_strategy | others
-    assert before == Spec() and after.global_batch == 24
+    assert after.difference(before) == of_strategy | others and before == Spec() and after.global_batch == 24
 
 
 @pytest.mark.parametrize(("sync", "accumulate", "communicating"), [
@@ -189,8 +188,7 @@ def test_sharding_factor(sharding: str, world_size: int, size: int | None, facto
 def test_arguments_of_an_optimizer_are_refused_in_a_sentence(optimizer: str, args: Any, said: str, fix: Any) -> None:
     refusal = Spec().validate(optimizer=optimizer, optimizer_args=args)
     assert refusal is not None and str(refusal).startswith(f"workload.optimizer_args: {said}")
-    assert refusal.fix == {"optimizer_args": fix}
-    assert Spec().validate(optimizer=optimizer, **refusal.fix) is None
+    assert refusal.fix == {"optimizer_args": fix} and Spec().validate(optimizer=optimizer, **refusal.fix) is None
 
 
 def test_arguments_have_one_spelling_so_that_equal_optimizers_have_equal_ids() -> None:
@@ -232,8 +230,7 @@ def test_a_backend_can_be_changed_with_the_default_and_is_refused_with_a_number_
                                        ("ddp", "no_shard", (1, 2, 3))):  # fmt: skip
         other = lab.replace(backend=backend, sharding=sharding)
         assert other.replace(backend="lab", sharding="full_shard") == lab
-        wrong = [n for n in (None, 0, 1, 2, 3) if other.validate(forward_prefetch=n) is not None]
-        assert wrong == [*refused]
+        assert [n for n in (None, 0, 1, 2, 3) if other.validate(forward_prefetch=n) is not None] == [*refused]
 
 
 @pytest.mark.parametrize(("field", "word", "value"), [
@@ -252,17 +249,12 @@ def factors(steps: int, **given: Any) -> list[float]:
     return [LrSchedule(**given).factor(step) for step in range(steps)]
 
 
-def test_a_constant_rate_is_the_rate_itself() -> None:
-    assert factors(3) == [1.0, 1.0, 1.0]
-    assert factors(5, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0]
-
-
-def test_linear_and_cosine_begin_at_the_full_rate_and_stay_at_their_end() -> None:
+def test_a_rate_is_constant_or_begins_in_full_and_stays_at_its_end() -> None:
+    assert factors(3) == [1.0, 1.0, 1.0] and factors(5, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert factors(8, kind="linear", warmup_steps=2, decay_steps=6) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     assert factors(4, kind="linear", decay_steps=2, end=0.5) == [1.0, 0.75, 0.5, 0.5]
     cosine = factors(7, kind="cosine", warmup_steps=2, decay_steps=6, end=0.1)
-    assert cosine == pytest.approx([0.5, 1.0, 1.0, 0.868198, 0.55, 0.231802, 0.1], abs=1e-6)
-    assert cosine[-1] == 0.1
+    assert cosine == pytest.approx([0.5, 1.0, 1.0, 0.868198, 0.55, 0.231802, 0.1], abs=1e-6) and cosine[-1] == 0.1
 
 
 @pytest.mark.parametrize(("given", "said"), [
@@ -304,20 +296,16 @@ def test_a_field_as_text(name: str, value: object, text: str):
     assert describe_field(name, value) == text
 
 
-def test_fields_that_are_off_are_left_out_unless_all_are():
+def test_fields_that_are_off_are_left_out_unless_all_are_and_changes_as_text():
     flat = Spec().replace(offload="all").flat()
     assert describe_fields(flat, ("compile", "offload", "clip_norm")) == "offload all"
     assert describe_fields(flat, ("compile", "clip_norm")) == "no compile no clip norm"
     told = describe_fields({**flat, "forward_prefetch": 0}, ("offload", "forward_prefetch"))
     assert told == "offload all forward prefetch 0"
-
-
-def test_changes_as_text():
     before = Spec(link="0.25 GB/s")
     after = before.replace(sharding="shard_grad_op", compile=True, link=None, precision=Precision(param="bf16"))
-    assert describe_changes(before.difference(after)) == (
-        "sharding full_shard → shard_grad_op, precision fp32 → bf16/fp32, compile off → on, link 0.25 GB/s → off"
-    )
+    said = "sharding full_shard → shard_grad_op, precision fp32 → bf16/fp32, compile off → on, link 0.25 GB/s → off"
+    assert describe_changes(before.difference(after)) == said
 
 
 def test_a_dict_that_is_no_spec_has_all_fields():
@@ -355,14 +343,9 @@ def test_what_is_no_link_is_refused(says: str, text: Any) -> None:
     assert e.value.field == "link" and Spec().replace(**e.value.fix) == Spec()
 
 
-def test_a_list_keeps_each_latency_with_its_link() -> None:
-    assert split_list("none,0.25 GB/s, 50 us,nvlink of h100") == ["none", "0.25 GB/s, 50 us", "nvlink of h100"]
-
-
 def test_scaled_to_the_same_dtype_where_the_gpu_has_it() -> None:
     h100, t4 = LinkSpec.parse("100 Gb/s of h100"), LinkSpec.parse("pcie4 of t4")
-    assert h100.scale(66.9e9, "fp32") == pytest.approx(1e-3)
-    assert h100.scale(989.4e9, "bf16") == pytest.approx(1e-3)
+    assert h100.scale(66.9e9, "fp32") == pytest.approx(1e-3) and h100.scale(989.4e9, "bf16") == pytest.approx(1e-3)
     assert t4.reference("bf16") == (65e12, "fp16")  # it has no bf16
     assert LinkSpec.parse("0.1 GB/s").scale(None, "fp32") == 1.0
     for unknown in (None, 0.0, math.nan):
@@ -370,11 +353,9 @@ def test_scaled_to_the_same_dtype_where_the_gpu_has_it() -> None:
             h100.scale(unknown, "fp32")
 
 
-def test_what_is_offered_can_be_had() -> None:
+def test_links_are_offered_listed_and_written_for_people() -> None:
     for text in OFFERED:
         assert LinkSpec.parse(text).text == text
-
-
-def test_rates_and_times_for_people() -> None:
+    assert split_list("none,0.25 GB/s, 50 us,nvlink of h100") == ["none", "0.25 GB/s, 50 us", "nvlink of h100"]
     assert [format_rate(r) for r in (0.25e9, 31.94e6, 4.5e3)] == ["0.25 GB/s", "31.9 MB/s", "4.5 kB/s"]
     assert [format_latency(t) for t in (50e-6, 2e-3, 1.5)] == ["50 µs", "2 ms", "1.5 s"]

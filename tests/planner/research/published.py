@@ -346,8 +346,7 @@ def unit_bytes(row: Row) -> int | None:
 
 
 def counted_flops_per_token(row: Row, shape: ModelShape, seq_len: int, *, recomputed: bool) -> float:
-    """FLOPs as a row's `tflops_kind` counts them: of the model; or of the hardware, which includes a second forward under
-    full recompute."""
+    """FLOPs as `tflops_kind` counts them: of the model, or of the hardware, with a second forward where recomputed."""
     kind, block = (row.get("tflops_kind") or "").strip(), shape.units[-1]
     if "96*B*s*l*h^2" in kind:  # minGPT's benchmark: without attention and without the head
         return 96.0 * (len(shape.units) - 1) * block.boundary_elements**2

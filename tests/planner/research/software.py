@@ -156,5 +156,4 @@ def planned(spec: Spec, shape: ModelShape, machine: Machine, software: Software)
 
 def planned_s(spec: Spec, shape: ModelShape, machine: Machine, software: Software, rates: Rates = PUBLISHED) -> float:
     """Seconds of a step."""
-    computing = partial(SoftwareComputing, software=software)
-    return step_seconds(spec, shape, machine, rates, computing)
+    return step_seconds(spec, shape, machine, rates, partial(SoftwareComputing, software=software))

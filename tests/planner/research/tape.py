@@ -79,8 +79,7 @@ class Software:
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """An operator. `weights` are indices of the unit's parameters. `through`: the gradient of an input is that of the
-    output, in the same memory."""
+    """`weights`: indices of the unit's parameters. `through`: an input's gradient is the output's, in the same memory."""
 
     output: str
     size: SizeFormula
@@ -334,8 +333,7 @@ class BlockOperators:
         yield Operator(output=active, size=wide, inputs=inputs, saves=saves, extra=extra)
         yield Operator(output=out, size=h, inputs=(active,), saves=(active,),
                        extra=tokens(self._h if self._is_plain else 0.0), weights=self._next_weights())  # fmt: skip
-        norms = tuple(self._weights)
-        yield Operator(output="sum", size=h, inputs=(x, out), through=True, weights=norms)
+        yield Operator(output="sum", size=h, inputs=(x, out), through=True, weights=tuple(self._weights))
 
 
 # -- the root --------------------------------------------------------------------------------------------------------
