@@ -5,6 +5,8 @@ Invalid combinations are listed with their reason, as are runs that fail; with t
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -153,3 +155,56 @@ def view(sweep: Sweep, width: int) -> Group:
     figures = FIGURES if width >= WIDE else NARROW
     table = repr(Comparison.of(begun).table(figures, spread=False)) if begun else ""
     return Group(Text(table, no_wrap=True, overflow="crop"), Text(line, style="dim"))
+
+
+# -- fsdp-lab prove: two scripts that know nothing of it -----------------------------------------------------------------
+
+
+def add_scripts(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "fsdp-lab prove [OPTION ...] OLD NEW [-- ARGUMENT ...]"
+    add = parser.add_argument
+    add("old", nargs="?", default="", metavar="OLD", help="a training script, or a whole command in quotes")
+    add("new", nargs="?", default="", metavar="NEW", help="what is to compute the same")
+    add("arguments", nargs="*", metavar="ARGUMENT", help="of both")
+    add("--ranks", default="2", metavar="N[,M]", help="of the old and the new script (default: %(default)s)")
+    add("--steps", type=int, default=10, help="that are compared; then both are ended (default: %(default)s)")
+    add("--output", type=Path, metavar="FILE.md", help="write the receipt, and beside it FILE.json")
+    add("--receipt", type=Path, metavar="FILE.json", help="verify a receipt instead: prove it again, here")
+
+
+def prove_scripts(args: argparse.Namespace) -> int:
+    """0: they compute the same, or the receipt holds; 1: not."""
+    from fsdp_lab.runs import prove
+    from fsdp_lab.runs.parity import Verdict
+
+    console = terminal()
+    told = partial(say, console=console, style="dim")
+    if args.receipt is not None:
+        if args.old:
+            raise Refused("--receipt names both scripts itself; leave OLD and NEW out")
+        holds, sentence = prove.verify(prove.Receipt.read(args.receipt), told)
+        say(sentence, console)
+        return 0 if holds else 1
+    at_least(args, "steps", 1)
+    ranks = [int(text) if text.strip().isdigit() else 0 for text in args.ranks.split(",")]
+    if len(ranks) > 2 or min(ranks) < 1:
+        raise Refused(f"--ranks {args.ranks} is refused; give a number such as 2, or one for each script such as 1,2")
+    if not args.new:
+        raise Refused("two scripts are wanted: fsdp-lab prove old.py new.py -- ARGUMENTS")
+    old, new = (
+        prove.Script(given=given, ranks=number, arguments=args.arguments)
+        for given, number in zip((args.old, args.new), (ranks[0], ranks[-1]), strict=True)
+    )
+    for script in (old, new):
+        if script.is_file and not Path(script.given).is_file():
+            raise Refused(f"there is no file {script.given}; give a Python script, or a command in quotes")
+        if not script.command or shutil.which(script.command[0]) is None:
+            raise Refused(f"{script.given!r} starts no program that is on the PATH; give a script that ends in .py")
+    if args.output is not None:
+        check_file(args.output, (".md",), field="--output")
+    receipt = prove.prove(old, new, args.steps, told)
+    say(receipt.markdown(), console)
+    if args.output is not None:
+        args.output.write_text(receipt.markdown())
+        args.output.with_suffix(".json").write_text(json.dumps(receipt.to_dict(), indent=1) + "\n")
+    return 0 if receipt.proof.verdict in (Verdict.EQUAL, Verdict.WITHIN) else 1

@@ -19,6 +19,7 @@ COMMANDS = (
     ("run", run.add_arguments, run.run, "train one Spec in this terminal"),
     ("compare", compare.add_arguments, compare.run, "train every combination of the given lists and compare them"),
     ("watch", run.add_script, run.watch_script, "run a training script as it is, and watch what it trains"),
+    ("prove", compare.add_scripts, compare.prove_scripts, "prove that two training scripts compute the same"),
     ("plan", plan.add_arguments, plan.run, "predict memory and step time of a Spec on any hardware"),
     ("checkpoints", run.add_checkpoints, run.checkpoints, CHECKPOINTS),
     ("history", history.add_arguments, history.run, "list, show, rename and delete stored runs"),

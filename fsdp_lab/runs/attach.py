@@ -22,9 +22,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ from fsdp_lab.rank.torchrun import TIMEOUT_S, init_process_group, is_own, why_no
 from fsdp_lab.rank.tracing import ClockOffset
 from fsdp_lab.rank.watch.found import find
 from fsdp_lab.rank.watch.loop import Watch, is_of_ranks, plain_host
+from fsdp_lab.rank.watch.recording import Recording, RecordOptions
 from fsdp_lab.runs.history.loops import LoopRecorder
 from fsdp_lab.runs.trackers import Reporter
 
@@ -66,7 +67,8 @@ _REPLACED = (
 @dataclass(frozen=True, kw_only=True)
 class AttachOptions:
     """How it is wanted. `folder`: where each process says what it found (`Attached`); "": it does not. `listen`: the script
-    keeps its own process group. `history`: a path; "": the default. `report_to`: as of `Lab.run`."""
+    keeps its own process group. `history`: a path; "": the default. `report_to`: as of `Lab.run`. `record`: the fields of a
+    `RecordOptions`, or nothing."""
 
     folder: str = ""
     listen: bool = False
@@ -75,6 +77,7 @@ class AttachOptions:
     title: str = ""
     history: str = ""
     report_to: str = ""
+    record: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +125,7 @@ class Attachment:
         self._looking: list[Any] = []  # handles that are removed when it is found
         self._backend = ""  # of the process group that the script asked for
         self._watch: Watch | None = None
+        self._recording: Recording | None = None
         self._step: AbstractContextManager[None] | None = None
         self._watched: Sequence[Optimizer] = ()
         self._updated: Optimizer | None = None  # the last one, if no forward came since
@@ -235,6 +239,9 @@ class Attachment:
             self._watch.__enter__()
             if not self._options.ledger:
                 self._watch.leave_ledger_out()
+            if self._options.record:
+                options, found = RecordOptions(**self._options.record), find(module, optimizers)
+                self._recording = Recording(found, options, self._said.rank, self._said.world_size)
         except Exception as e:
             self._give_up(e)
             return
@@ -261,7 +268,8 @@ class Attachment:
         clock = ClockOffset(0.0, 0.0) if one_host else ClockOffset()  # processes of a host have one clock
         host = dataclasses.replace(host, run=run, clock=clock)
         recorder.serve(host)
-        return Watch(module, optimizers, host, title=self._options.title, audit=self._options.audit)
+        flops = not self._options.record  # counting them would change nothing, and cost time
+        return Watch(module, optimizers, host, title=self._options.title, audit=self._options.audit, flops=flops)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -274,9 +282,12 @@ class Attachment:
         if self._watch is None or self._step is None:
             return
         losses, self._losses, step, self._step = self._losses, [], self._step, None
-        for loss, divisor in losses:
+        for at, (loss, divisor) in enumerate(losses):
             is_mean = len(losses) > 1 and round(divisor) == len(losses)  # over the micro-batches
-            self._watch.loss(loss * divisor if is_mean else loss)
+            losses[at] = (loss * divisor if is_mean else loss), divisor
+            self._watch.loss(losses[at][0])
+        if self._recording is not None:
+            self._recording.end_step([float(loss) for loss, _ in losses])
         step.__exit__(None, None, None)
         if time.monotonic() - self._said_s > SAY_EVERY_S:
             self._say(steps=self._watch.steps)

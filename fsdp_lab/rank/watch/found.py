@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, distributed as dist, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._flat_param import FlatParameter
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules import module as modules
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
@@ -28,6 +30,7 @@ from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.events import ROOT, Role
 from fsdp_lab.engine.buffer import sharded_form
 from fsdp_lab.engine.hooks import unit_hooks
+from fsdp_lab.engine.state import shard_of
 from fsdp_lab.models.wrapping import blocks
 from fsdp_lab.spec.loops import WatchedLoop
 from fsdp_lab.wire import WireContext
@@ -63,6 +66,8 @@ class HeldParameter:
     ids: tuple[int, ...]
     start: int = 0  # in the holder, flat
     stop: int | None = None
+    first: int = 0  # the position of its first element in the whole parameter, flat
+    shape: torch.Size | None = None  # the whole parameter's, where the holder does not say it
     replicas: tuple[int, ...] = ()
     synchronised: bool = False
 
@@ -76,6 +81,24 @@ class HeldParameter:
         if grad is None or grad.layout is not torch.strided:
             return None if grad is None else grad.to_dense()
         return self._own(local_tensor(grad))
+
+    @property
+    def whole(self) -> int:
+        """Elements of the whole parameter."""
+        return int((self.holder.shape if self.shape is None else self.shape).numel())
+
+    def positions(self) -> Tensor | int:
+        """[n], int64, of its elements in the whole parameter, flat; or that of the first, if they follow one another."""
+        if not isinstance(self.holder, DTensor) or self.shape is not None:
+            return self.first
+        shape, placements = self.holder.shape, self.holder.placements
+        sizes, offsets = compute_local_shape_and_global_offset(shape, self.holder.device_mesh, placements)
+        positions, stride = torch.zeros(1, dtype=torch.int64), 1
+        for of_dim, size, offset in zip(reversed(shape), reversed(sizes), reversed(offsets), strict=True):
+            positions = ((torch.arange(size) + offset) * stride).unsqueeze(1) + positions
+            positions, stride = positions.view(-1), stride * of_dim
+        follow = positions.numel() and int(positions[-1] - positions[0]) == positions.numel() - 1
+        return int(positions[0]) if follow else positions
 
     def _own(self, t: Tensor) -> Tensor:
         return t if self.stop is None else t.view(-1)[self.start : self.stop]
@@ -272,11 +295,18 @@ class FoundFSDP1(FSDP1Tensors, PlainModel):
     def _held(self, name: str, module: nn.Module, p: Any, **shared: Any) -> list[HeldParameter]:
         """A flat parameter holds a range of each original one."""
         if not isinstance(p, FlatParameter):
+            for flat in (h.flat_param for h in self._handles()):
+                for at in [i for i, one in enumerate(flat._params or ()) if one is p]:
+                    shared |= {
+                        "first": flat._shard_param_infos[at].intra_param_start_idx or 0,
+                        "shape": flat._shapes[at],
+                    }
             return super()._held(name, module, p, **shared)
         held, infos = list[HeldParameter](), list[Any](p._shard_param_infos)
-        for part, of, info in zip(p._fqns, p._param_infos, infos, strict=True):
+        for part, of, info, shape in zip(p._fqns, p._param_infos, infos, p._shapes, strict=True):
             start, length = (info.offset_in_shard, info.numel_in_shard) if info.in_shard else (0, 0)
-            shared |= {"start": start, "stop": start + length}
+            first = info.intra_param_start_idx or 0
+            shared |= {"start": start, "stop": start + length, "first": first, "shape": shape}
             held += super()._held(name.removesuffix("_flat_param") + original_name(part), of.module, p, **shared)
         return held
 
@@ -334,6 +364,8 @@ class FoundFlat(FlatTensors, PlainModel):
         if sharded is None:
             return super()._held(name, module, p, **shared)
         region = sharded.flat.for_optimizer(sharded.number)[0]
+        shard = shard_of(name, sharded.flat, sharded.number)
+        shared |= {"first": shard.start, "shape": shard.shape}
         return [HeldParameter(name=name, module=module, holder=sharded, ids=(id(sharded), id(region)), **shared)]
 
     def _replicating(self) -> dict[int, dist.ProcessGroup | None]:

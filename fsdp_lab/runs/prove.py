@@ -1,0 +1,531 @@
+"""`prove`: whether two training scripts compute the same. Both are run as they are, on equal ranks with equal seeds. What
+they compute in their first steps is recorded (`fsdp_lab.rank.watch.recording`) and compared by name, step and phase; the
+result is a `Receipt`.
+
+Note: what rounding explains. Where bits differ, the old script is run once more, with the results of its modules and its
+gradients moved by one unit in the last place: a moved run. How far that carries each tensor in each step is what rounding
+does to this training. A difference of up to `FACTOR` times as much counts as rounding. Of a tensor whose own difference is
+small by chance the median over the tensors of its phase is taken, and a unit in the last place at least. Distances are
+Euclidean, over the kept elements; where those are equal and the digests differ, by the sum of all elements. Two questions
+are sharper. An update of equal values by gradients that were equal until now is the optimizer's alone, and only units in
+the last place count. And rounding has no direction: a factor that all gradients have in common is compared with the factor
+that the moved run has.
+
+Note: what decides. Initial values, gradients and updated parameters. The batch, outputs of modules and the loss only tell
+where a difference comes from: a script may hand them on in another form."""
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import os
+import platform
+import secrets
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_lab.base import __version__
+from fsdp_lab.base.errors import ArgumentError, SentenceError
+from fsdp_lab.base.formatting import plural
+from fsdp_lab.base.process import MARK, describe_exit, end, marked, sweep
+from fsdp_lab.rank.measure import device_name
+from fsdp_lab.rank.watch.recording import Phase, Piece, RankStep
+from fsdp_lab.runs.parity import Verdict
+
+FACTOR = 6.0
+NOISE = 0.05  # of a gradient: more than that, rounding does not explain
+POLL_S = 0.05
+DECIDE = (Phase.BEGIN, Phase.GRADIENT, Phase.UPDATE)
+
+
+class ProveError(SentenceError, RuntimeError):
+    """A script failed, or recorded nothing. `str()` is a sentence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """`given`: a Python file, or a whole command in one string. `ranks`: processes of a file, by torchrun where several."""
+
+    given: str
+    ranks: int
+    arguments: Sequence[str] = ()
+
+    @property
+    def is_file(self) -> bool:
+        return Path(self.given).suffix == ".py"
+
+    @property
+    def command(self) -> list[str]:
+        if not self.is_file:
+            return [*shlex.split(self.given), *self.arguments]
+        launcher = [sys.executable]
+        if self.ranks > 1:
+            launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(self.ranks), "--standalone"]
+        return [*launcher, self.given, *self.arguments]
+
+    def sha256(self) -> str:
+        """Of the file; "" of a command."""
+        return hashlib.sha256(Path(self.given).read_bytes()).hexdigest() if self.is_file else ""
+
+
+# -- what a script computed ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """A whole tensor of one step. `kept`: [n], fp64. `rank`: whose output it is; of others -1."""
+
+    phase: Phase
+    name: str
+    rank: int = -1
+    dtype: str = ""
+    digest: int = 0
+    total: float = 0.0
+    numel: int = 0  # 0: there is none
+    kept: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+
+    @property
+    def where(self) -> str:
+        return f"{self.phase} of {self.name or 'the model'}" + (f" on rank {self.rank}" if self.rank >= 0 else "")
+
+    @property
+    def norm(self) -> float:
+        return float(self.kept.nan_to_num().norm())
+
+    @property
+    def unit(self) -> float:
+        """One unit in the last place of each of its elements, together."""
+        return torch.finfo(getattr(torch, self.dtype)).eps * self.norm if self.dtype else 0.0
+
+    def distance(self, other: "Value") -> float:
+        """Infinite where they cannot be compared."""
+        if (self.digest, self.numel, self.dtype) == (other.digest, other.numel, other.dtype):
+            return 0.0
+        if self.numel != other.numel or not torch.equal(self.kept.isfinite(), other.kept.isfinite()):
+            return math.inf
+        kept = float((self.kept.nan_to_num() - other.kept.nan_to_num()).norm())
+        return kept or abs(self.total - other.total) / math.sqrt(self.numel or 1)
+
+
+Key = tuple[Phase, str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """`batch`: a digest of the inputs of all ranks. `loss`: the mean over ranks and micro-batches; NaN: unknown."""
+
+    batch: int
+    loss: float
+    world_size: int
+    values: Mapping[Key, Value]  # in the order in which they were computed
+
+    @classmethod
+    def of_ranks(cls, ranks: Sequence[RankStep]) -> "Step":
+        by_key: dict[Key, list[Piece]] = {}
+        for rank, of_rank in enumerate(ranks):
+            for piece in of_rank.pieces:
+                key = (piece.phase, piece.name, rank if piece.phase is Phase.OUTPUT else -1)
+                by_key.setdefault(key, []).append(piece)
+        losses = [loss for of_rank in ranks for loss in of_rank.losses]
+        return cls(
+            batch=sum(of_rank.batch for of_rank in ranks) % (1 << 64),
+            loss=statistics.fmean(losses) if losses else math.nan,
+            world_size=len(ranks),
+            values={key: _joined(key, pieces) for key, pieces in by_key.items()},
+        )
+
+    def digest(self) -> str:
+        """Of all that decides."""
+        those = sorted(f"{v.phase} {v.name} {v.digest}" for v in self.values.values() if v.phase in DECIDE)
+        return hashlib.sha256("\n".join(those).encode()).hexdigest()[:16]
+
+
+def _joined(key: Key, pieces: Sequence[Piece]) -> Value:
+    """Copies that several ranks have of one part count once."""
+    parts = {(p.first, p.numel): p for p in reversed(pieces) if p.kept is not None}.values()
+    if not parts:
+        return Value(phase=key[0], name=key[1], rank=key[2])
+    at = torch.cat([p.at for p in parts if p.at is not None])
+    kept = torch.cat([p.kept.double() for p in parts if p.kept is not None])[at.argsort()]
+    return Value(
+        phase=key[0],
+        name=key[1],
+        rank=key[2],
+        dtype=pieces[0].dtype,
+        digest=sum(p.digest for p in parts) % (1 << 64),
+        total=math.fsum(p.total for p in parts),
+        numel=sum(p.numel for p in parts),
+        kept=kept,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """Of one run of a script. The first of `steps` has the initial values alone."""
+
+    steps: Sequence[Step]
+    ended_by_itself: bool = False
+
+    @classmethod
+    def read(cls, folder: Path, **fields: Any) -> "Recorded":
+        worlds = sorted({int(path.stem.rpartition("-")[2]) for path in folder.glob("begin-*.pt")})
+        if not worlds:
+            raise ProveError("nothing was recorded")
+        steps = list[Step]()
+        for name in itertools.chain(["begin"], (f"step-{number}" for number in itertools.count())):
+            files = [folder / f"{name}-rank-{rank}-of-{worlds[-1]}.pt" for rank in range(worlds[-1])]
+            if not all(file.exists() for file in files):
+                break
+            steps.append(Step.of_ranks([RankStep.read(file) for file in files]))
+        return cls(steps=steps, **fields)
+
+
+def record(script: Script, steps: int, *, moves: bool = False, say: Callable[[str], None] = lambda _: None) -> Recorded:
+    """Runs a script until it has made so many steps, or ends. Raises ProveError."""
+    token, site = secrets.token_hex(8), Path(__file__).with_name("site")
+    with tempfile.TemporaryDirectory(prefix="fsdp_lab_prove_") as name:
+        folder = Path(name)
+        asked: dict[str, Any] = {"folder": name, "listen": True, "ledger": False, "audit": False}
+        asked |= {"history": str(folder / "history"), "record": {"folder": name, "steps": steps, "moves": moves}}
+        path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH", ""))))
+        own = {"PYTHONHASHSEED": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "1", **os.environ}
+        own |= {"FSDP_LAB_WATCH": json.dumps(asked), "PYTHONPATH": path, MARK: token}
+        with (folder / "output").open("wb") as output:
+            process = subprocess.Popen(script.command, env=own, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+        try:
+            while process.poll() is None and not _is_recorded(folder, steps):
+                time.sleep(POLL_S)
+            ended = process.poll()
+        finally:
+            end(marked(token), term_s=3.0)
+            process.wait()
+            sweep(token)
+        printed = (folder / "output").read_text(errors="replace").strip().splitlines()
+        with contextlib.suppress(ProveError):
+            recorded = Recorded.read(folder, ended_by_itself=ended is not None)
+            if not ended and len(recorded.steps) > 1:
+                made, ranks = len(recorded.steps) - 1, recorded.steps[0].world_size
+                say(f"{script.given}: {plural(made, 'step')} on {plural(ranks, 'rank')}")
+                return recorded
+        notes = [note for file in folder.glob("process-*.json") for note in json.loads(file.read_text())["notes"]]
+        what = describe_exit(ended) if ended else "made no step of an optimizer of torch's"
+        raise ProveError("\n".join([f"{script.given} {what}", *dict.fromkeys(notes), *printed[-8:]]))
+
+
+def _is_recorded(folder: Path, steps: int) -> bool:
+    last = [*folder.glob(f"step-{steps - 1}-rank-*.pt")]
+    return bool(last) and len(last) == int(last[0].stem.rpartition("-")[2])
+
+
+# -- the comparison ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The first one that rounding does not explain. `units`: its size in units in the last place, as a root mean square;
+    `explained`: how many rounding explains. None: they have no size, as of a tensor that is missing."""
+
+    step: int  # from 0; -1: before the first
+    where: str
+    units: float | None
+    explained: float | None
+    several: int  # tensors that differ in this phase
+    of: int
+    factor: float | None = None  # by which all of them differ
+    hint: str = ""
+
+    def sentence(self) -> str:
+        when = "before the first step" if self.step < 0 else f"in step {self.step}"
+        size = "" if self.units is None else f" by {self.units:.3g} units in the last place"
+        explained = "" if self.explained is None else f", where rounding explains {self.explained:.3g}"
+        rest = f"; {self.several} of {plural(self.of, 'tensor')} in this phase differ" if self.of else ""
+        by = "" if self.factor is None else f", all by the factor {self.factor:.4g}"
+        return f"They differ {when}: the {self.where}{size}{explained}{rest}{by}. {self.hint}".strip()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """`worst`: the greatest difference as a multiple of what one unit in the last place does. `renamed`: names in the new
+    script by those in the old, of parameters with equal initial values. `alone`: parameters that only one of them has."""
+
+    verdict: Verdict
+    reason: str
+    steps: int = 0
+    tensors: int = 0
+    worst: float = 0.0
+    first: Difference | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    alone: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pair:
+    old: Value
+    new: Value
+    moved: Value | None
+    distance: float
+    noise: float  # what one unit in the last place does
+
+    @property
+    def multiple(self) -> float:
+        return self.distance / self.noise if self.noise else math.inf if self.distance else 0.0
+
+    @property
+    def differs(self) -> bool:
+        return self.multiple > FACTOR
+
+
+def compare(old: Recorded, new: Recorded, moved: Recorded | None = None) -> Proof:
+    """`moved`: a moved run of the old script; without it a difference has no verdict but UNKNOWN."""
+    names, alone, uncounted = _matched(old.steps[0], new.steps[0])
+    runs = [run.steps for run in (old, new, moved) if run is not None]
+    steps, made = min(map(len, runs)), (len(old.steps) - 1, len(new.steps) - 1)
+    renamed = {a: b for a, b in names.items() if a != b}
+    proof = Proof(verdict=Verdict.UNKNOWN, reason="", steps=steps - 1, tensors=len(names), renamed=renamed, alone=alone)
+    say = partial(dataclasses.replace, proof)
+    if uncounted or not names:
+        what = f"{uncounted} elements more in one than in the other" if uncounted else "no parameter in common"
+        return say(verdict=Verdict.DIFFERENT, reason=f"The models differ: {what} ({', '.join(alone[:4])}).")
+    touched = set[str]()
+    pairs = [_pairs(names, touched, *(run[at] for run in runs)) for at in range(steps)]
+    deciding = [pair for of_step in pairs for pair in of_step if pair.old.phase in DECIDE]
+    are_equal = all(pair.distance == 0 for pair in deciding)
+    if not are_equal and moved is None:
+        return say(verdict=Verdict.UNKNOWN, reason="Bits differ, and what rounding does is not known.")
+    if not are_equal and moved is not None and (unsteady := _unsteady(old, moved)):
+        return say(verdict=Verdict.UNKNOWN, reason=unsteady)
+    for at, of_step in enumerate(pairs):
+        if any(pair.differs for pair in of_step if pair.old.phase in DECIDE) or _common_factor(of_step):
+            first = _first(at - 1, of_step, old.steps[at], new.steps[at])
+            return say(verdict=Verdict.DIFFERENT, reason=first.sentence(), first=first)
+    if made[0] != made[1] and (old.ended_by_itself or new.ended_by_itself):
+        return say(verdict=Verdict.DIFFERENT, reason=f"One makes {made[0]} steps, and the other {made[1]}.")
+    if are_equal:
+        reason = "All initial values, gradients and updated parameters are equal bit for bit."
+        return say(verdict=Verdict.EQUAL, reason=reason)
+    worst = max(deciding, key=lambda pair: pair.multiple)
+    by = f"No difference is more than {worst.multiple:.2g} times what one unit in the last place does"
+    reason = f"{by} ({worst.old.where}); up to {FACTOR:g} times is rounding, as of sums in another order."
+    return say(verdict=Verdict.WITHIN, reason=reason, worst=worst.multiple)
+
+
+def _matched(old: Step, new: Step) -> tuple[dict[str, str], list[str], int]:
+    """Names in the new script by those in the old; what is alone; and by how many elements that differs between both."""
+    mine, theirs = ({v.name: v for k, v in of.values.items() if k[0] is Phase.BEGIN} for of in (old, new))
+    names = {name: name for name in mine if name in theirs and mine[name].numel == theirs[name].numel}
+    left = {name: value for name, value in theirs.items() if name not in names}
+    for name, value in mine.items():
+        same = next((n for n, v in left.items() if name not in names and value.distance(v) == 0), None)
+        if same is not None:
+            names[name] = same
+            del left[same]
+    lost = {name: value for name, value in mine.items() if name not in names}
+    alone = [*(f"old: {name}" for name in lost), *(f"new: {name}" for name in left)]
+    return names, alone, abs(sum(v.numel for v in lost.values()) - sum(v.numel for v in left.values()))
+
+
+def _pairs(names: Mapping[str, str], touched: set[str], old: Step, new: Step, moved: Step | None = None) -> list[_Pair]:
+    """`touched`: parameters of which something differed before; those of this step are added."""
+    none, values = Value(phase=Phase.GRADIENT, name=""), dict[Key, tuple[Value, Value]]()
+    back = {b: a for a, b in names.items()}
+    for (phase, name, rank), value in old.values.items():
+        other = new.values.get((phase, names.get(name, name), rank))
+        if other is not None or (phase is Phase.GRADIENT and name in names):
+            values[phase, name, rank] = value, other or none
+    for (phase, name, rank), value in new.values.items():  # gradients that only the new one has
+        if phase is Phase.GRADIENT and name in back:
+            values.setdefault((phase, back[name], rank), (dataclasses.replace(none, name=back[name]), value))
+    own = {key: value.distance(moved.values.get(key, none)) for key, (value, _) in values.items()} if moved else {}
+    relative: dict[Phase, list[float]] = {}
+    for key, distance in own.items():
+        if math.isfinite(distance) and values[key][0].norm:
+            relative.setdefault(key[0], []).append(distance / values[key][0].norm)
+    median = {phase: statistics.median(of) for phase, of in relative.items()}
+    pairs = []
+    for key in sorted(values, key=lambda key: list(Phase).index(key[0])):
+        (value, other), (phase, name, _) = values[key], key
+        distance, moves, unit = value.distance(other), own.get(key, 0.0), max(value.unit, other.unit)
+        moves = max(moves if math.isfinite(moves) else 0.0, median.get(phase, 0.0) * max(value.norm, other.norm))
+        noise = unit if phase is Phase.UPDATE and name not in touched else max(unit, moves)
+        moved_value = None if moved is None else moved.values.get(key)
+        pairs.append(_Pair(old=value, new=other, moved=moved_value, distance=distance, noise=noise))
+        if distance and phase is not Phase.OUTPUT:
+            touched.add(name)
+    return pairs
+
+
+def _unsteady(old: Recorded, moved: Recorded) -> str:
+    """Why a moved run of the old script tells nothing; "" if it does."""
+    names = {key[1]: key[1] for key in old.steps[0].values}
+    begin, first = (_pairs(names, set(), old.steps[at], moved.steps[at]) for at in (0, 1))
+    if any(pair.distance for pair in begin) or old.steps[1].batch != moved.steps[1].batch:
+        what = "initial values" if any(pair.distance for pair in begin) else "batches"
+        return f"Two runs of the old script have other {what}: give it a seed, or a checkpoint."
+    noise = [pair.distance / pair.old.norm for pair in first if pair.old.phase is Phase.GRADIENT and pair.old.norm]
+    if noise and statistics.median(noise) > NOISE:
+        return f"Gradients of two runs of the old script differ by {statistics.median(noise):.0%}: it draws random numbers."
+    return ""
+
+
+def _first(step: int, pairs: Sequence[_Pair], old: Step, new: Step) -> Difference:
+    """What comes first in a step in which something differs."""
+    by_phase = {phase: [pair for pair in pairs if pair.old.phase is phase] for phase in Phase}
+    differing = {phase: [pair for pair in of if pair.differs] for phase, of in by_phase.items()}
+    outputs = [pair for pair in differing[Phase.OUTPUT] if math.isfinite(pair.distance)]
+    phase = next((phase for phase in DECIDE if differing[phase]), Phase.GRADIENT)
+    factor = _common_factor(pairs)
+    if step >= 0 and old.batch != new.batch:
+        where = "batch" if old.batch and new.batch else "number of updates, as one is made without a forward"
+        return Difference(step=step, where=where, units=None, explained=None, several=0, of=0)
+    if phase is not Phase.GRADIENT and not factor:
+        named = max(differing[phase], key=lambda pair: pair.multiple)
+        hint = "Gradients are equal: look at the optimizer, its groups and its learning rate."
+        hint = hint if phase is Phase.UPDATE else "Give both the same seed, the same order of drawing, or a checkpoint."
+    elif outputs and old.world_size == new.world_size:
+        named, phase, hint = outputs[0], Phase.OUTPUT, "What this module was given is equal."
+    else:
+        lacking = [pair for pair in differing[phase] if math.isinf(pair.distance)]
+        phase = Phase.GRADIENT
+        named = (lacking or differing[phase] or by_phase[phase])[-1]  # where the backward begins
+        same = abs(old.loss - new.loss) <= 1e-5 * abs(old.loss)
+        hint = "The loss is equal: look at the backward, what is summed over ranks and micro-batches, and clipping."
+        hint = hint if same else f"The losses are {old.loss:.6g} and {new.loss:.6g}: look at the loss and its division."
+    unit = max(named.old.unit, named.new.unit)
+    is_sized = math.isfinite(named.distance) and unit > 0
+    if math.isinf(named.distance):
+        are_there = named.old.numel and named.new.numel
+        hint = "In one of them it is not finite." if are_there else "Only one of them has it."
+    return Difference(
+        step=step,
+        where=named.old.where,
+        units=named.distance / unit if is_sized else None,
+        explained=FACTOR * named.noise / unit if is_sized and named.differs else None,
+        several=len(differing[phase]) or len(by_phase[phase]),
+        of=len(by_phase[phase]),
+        factor=factor if phase is Phase.GRADIENT else None,
+        hint=hint,
+    )
+
+
+def _common_factor(pairs: Sequence[_Pair]) -> float | None:
+    """That of all gradients of a step, if rounding does not explain it."""
+    those = [p for p in pairs if p.old.phase is Phase.GRADIENT and p.moved is not None and p.old.numel]
+    if not those or any(len(p.old.kept) != len(other.kept) for p in those for other in (p.new, p.moved) if other):
+        return None
+    by_run = zip(*((p.old.kept, p.new.kept, p.moved.kept) for p in those if p.moved is not None), strict=True)
+    old, new, moved = (torch.cat(of).nan_to_num() for of in by_run)
+    square = float(old @ old) or 1.0
+    factor, by_moving = float(old @ new) / square, float(old @ moved) / square
+    by_chance = float((moved - old).norm()) / math.sqrt(square * len(old))
+    unit = torch.finfo(getattr(torch, those[0].old.dtype)).eps
+    return factor if abs(factor - 1) > FACTOR * max(abs(by_moving - 1), by_chance, unit) else None
+
+
+# -- the receipt ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Receipt:
+    """What is kept of a proof. `sha256`: of both files. `digests`, `losses`: of each step of both, the first before it."""
+
+    old: Script
+    new: Script
+    sha256: Sequence[str]
+    proof: Proof
+    ranks: Sequence[int]
+    digests: Sequence[Sequence[str]]
+    losses: Sequence[Sequence[float]]
+    software: str
+
+    def to_dict(self) -> dict[str, Any]:
+        content = dataclasses.asdict(self)
+        content["losses"] = [[None if math.isnan(loss) else loss for loss in of] for of in self.losses]
+        return {"kind": "fsdp_lab parity receipt", **content}
+
+    @classmethod
+    def read(cls, file: Path) -> "Receipt":
+        """Raises ArgumentError."""
+        try:
+            content = json.loads(file.read_text())
+            proof = content.pop("proof")
+            first = proof.pop("first")
+            proof |= {"verdict": Verdict(proof["verdict"]), "first": first and Difference(**first)}
+            content |= {name: Script(**content[name]) for name in ("old", "new")}
+            del content["kind"]
+            return cls(**{**content, "proof": Proof(**proof)})
+        except (OSError, ValueError, TypeError, KeyError) as e:
+            hint = "give the .json file that fsdp-lab prove --output wrote"
+            raise ArgumentError("--receipt", f"{file} is no receipt: {type(e).__name__}: {e}", hint) from None
+
+    def markdown(self) -> str:
+        proof, marks = self.proof, {Verdict.EQUAL: "=", Verdict.WITHIN: "≈", Verdict.DIFFERENT: "≠"}
+        title = f"`{self.old.given}` {marks.get(proof.verdict, '?')} `{self.new.given}`: {proof.verdict.value}"
+        ranks = " and ".join(map(str, dict.fromkeys(self.ranks)))
+        rows = [
+            ("compared", f"{plural(proof.steps, 'step')}, {plural(proof.tensors, 'parameter')}, on {ranks} ranks"),
+            ("arguments", f"`{shlex.join(self.new.arguments)}`" if self.new.arguments else "none"),
+            ("with", self.software),
+            *((f"sha256 of {n}", f"`{s[:16]}`") for n, s in zip(("old", "new"), self.sha256, strict=True) if s),
+            *((("other names", f"{len(proof.renamed)}, matched by their values"),) if proof.renamed else ()),
+            *((("not compared", ", ".join(proof.alone)),) if proof.alone else ()),
+        ]
+        steps = zip(*self.losses, *self.digests, strict=False)
+        numbers = [
+            f"| {at - 1 if at else 'before'} | {a:.9g} | {b:.9g} | `{c}` | `{d}` |".replace("nan", "-")
+            for at, (a, b, c, d) in enumerate(steps)
+        ]
+        head = "| step | loss, old | loss, new | digest, old | digest, new |\n|---|---|---|---|---|"
+        table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {what} |" for name, what in rows)])
+        return f"### {title}\n\n{proof.reason}\n\n{table}\n\n{head}\n" + "\n".join(numbers) + "\n"
+
+
+def prove(old: Script, new: Script, steps: int, say: Callable[[str], None] = lambda _: None) -> Receipt:
+    """Runs both, and a moved run of the old one where bits differ. Raises ProveError."""
+    first, second = runs = [record(script, steps, say=say) for script in (old, new)]
+    proof = compare(first, second)
+    if proof.verdict is Verdict.UNKNOWN:
+        say(f"Bits differ: {old.given} runs once more, with its results moved by one unit in the last place.")
+        proof = compare(first, second, record(old, steps, moves=True))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    python = platform.python_version()
+    return Receipt(
+        old=old,
+        new=new,
+        sha256=[old.sha256(), new.sha256()],
+        proof=proof,
+        ranks=[run.steps[0].world_size for run in runs],
+        digests=[[step.digest() for step in run.steps] for run in runs],
+        losses=[[step.loss for step in run.steps] for run in runs],
+        software=f"fsdp_lab {__version__}, torch {torch.__version__}, Python {python}, {device_name(device)}",
+    )
+
+
+def verify(receipt: Receipt, say: Callable[[str], None] = lambda _: None) -> tuple[bool, str]:
+    """Proves it again; whether the receipt holds, and a sentence. Raises ArgumentError for a file that has changed."""
+    for script, sha256 in zip((receipt.old, receipt.new), receipt.sha256, strict=True):
+        if script.is_file and not Path(script.given).exists():
+            raise ArgumentError("--receipt", f"there is no {script.given} here", "run it in the folder of the scripts")
+        if script.sha256() != sha256:
+            raise ArgumentError("--receipt", f"{script.given} is not the file of the receipt", "make a new receipt")
+    again = prove(receipt.old, receipt.new, max(1, len(receipt.digests[0]) - 1), say)
+    was, now = (
+        (r.proof.verdict, r.proof.first and (r.proof.first.step, r.proof.first.where)) for r in (receipt, again)
+    )
+    same = "also its digests" if again.digests == receipt.digests else f"other digests, with {again.software}"
+    if was == now:
+        return True, f"The receipt holds: {receipt.proof.verdict.value}; {same}."
+    return False, f"The receipt does not hold. It says: {receipt.proof.reason} Here: {again.proof.reason}"
