@@ -14,7 +14,6 @@ that the moved run has.
 Note: what decides. Initial values, gradients and updated parameters. The batch, outputs of modules and the loss only tell
 where a difference comes from: a script may hand them on in another form."""
 
-import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -36,7 +35,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fsdp_lab.base import __version__
 from fsdp_lab.base.errors import ArgumentError, SentenceError
@@ -85,67 +83,29 @@ class Script:
 # -- what a script computed ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Value:
-    """A whole tensor of one step. `kept`: [n], fp64. `rank`: whose output it is; of others -1."""
-
-    phase: Phase
-    name: str
-    rank: int = -1
-    dtype: str = ""
-    digest: int = 0
-    total: float = 0.0
-    numel: int = 0  # 0: there is none
-    kept: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
-
-    @property
-    def where(self) -> str:
-        return f"{self.phase} of {self.name or 'the model'}" + (f" on rank {self.rank}" if self.rank >= 0 else "")
-
-    @property
-    def norm(self) -> float:
-        return float(self.kept.nan_to_num().norm())
-
-    @property
-    def unit(self) -> float:
-        """One unit in the last place of each of its elements, together."""
-        return torch.finfo(getattr(torch, self.dtype)).eps * self.norm if self.dtype else 0.0
-
-    def distance(self, other: "Value") -> float:
-        """Infinite where they cannot be compared."""
-        if (self.digest, self.numel, self.dtype) == (other.digest, other.numel, other.dtype):
-            return 0.0
-        if self.numel != other.numel or not torch.equal(self.kept.isfinite(), other.kept.isfinite()):
-            return math.inf
-        kept = float((self.kept.nan_to_num() - other.kept.nan_to_num()).norm())
-        return kept or abs(self.total - other.total) / math.sqrt(self.numel or 1)
-
-
 Key = tuple[Phase, str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class RecordedStep:
     """`batch`: a digest of the inputs of all ranks. `loss`: the mean over ranks and micro-batches; NaN: unknown."""
 
     batch: int
     loss: float
     world_size: int
-    values: Mapping[Key, Value]  # in the order in which they were computed
+    values: Mapping[Key, Piece]  # whole tensors, in the order in which they were computed
 
     @classmethod
-    def of_ranks(cls, ranks: Sequence[RankStep]) -> "Step":
+    def of_ranks(cls, ranks: Sequence[RankStep]) -> "RecordedStep":
         by_key: dict[Key, list[Piece]] = {}
-        for rank, of_rank in enumerate(ranks):
-            for piece in of_rank.pieces:
-                key = (piece.phase, piece.name, rank if piece.phase is Phase.OUTPUT else -1)
-                by_key.setdefault(key, []).append(piece)
+        for piece in (piece for of_rank in ranks for piece in of_rank.pieces):
+            by_key.setdefault((piece.phase, piece.name, piece.rank), []).append(piece)
         losses = [loss for of_rank in ranks for loss in of_rank.losses]
         return cls(
             batch=sum(of_rank.batch for of_rank in ranks) % (1 << 64),
             loss=statistics.fmean(losses) if losses else math.nan,
             world_size=len(ranks),
-            values={key: _joined(key, pieces) for key, pieces in by_key.items()},
+            values={key: Piece.joined(pieces) for key, pieces in by_key.items()},
         )
 
     def digest(self) -> str:
@@ -154,44 +114,24 @@ class Step:
         return hashlib.sha256("\n".join(those).encode()).hexdigest()[:16]
 
 
-def _joined(key: Key, pieces: Sequence[Piece]) -> Value:
-    """Copies that several ranks have of one part count once."""
-    parts = {(p.first, p.numel): p for p in reversed(pieces) if p.kept is not None}.values()
-    if not parts:
-        return Value(phase=key[0], name=key[1], rank=key[2])
-    at = torch.cat([p.at for p in parts if p.at is not None])
-    kept = torch.cat([p.kept.double() for p in parts if p.kept is not None])[at.argsort()]
-    return Value(
-        phase=key[0],
-        name=key[1],
-        rank=key[2],
-        dtype=pieces[0].dtype,
-        digest=sum(p.digest for p in parts) % (1 << 64),
-        total=math.fsum(p.total for p in parts),
-        numel=sum(p.numel for p in parts),
-        kept=kept,
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
     """Of one run of a script. The first of `steps` has the initial values alone."""
 
-    steps: Sequence[Step]
+    steps: Sequence[RecordedStep]
     ended_by_itself: bool = False
 
     @classmethod
     def read(cls, folder: Path, **fields: Any) -> "Recorded":
-        worlds = sorted({int(path.stem.rpartition("-")[2]) for path in folder.glob("begin-*.pt")})
-        if not worlds:
-            raise ProveError("nothing was recorded")
-        steps = list[Step]()
-        for name in itertools.chain(["begin"], (f"step-{number}" for number in itertools.count())):
-            files = [folder / f"{name}-rank-{rank}-of-{worlds[-1]}.pt" for rank in range(worlds[-1])]
-            if not all(file.exists() for file in files):
-                break
-            steps.append(Step.of_ranks([RankStep.read(file) for file in files]))
-        return cls(steps=steps, **fields)
+        names = itertools.chain(["begin"], (f"step-{number}" for number in itertools.count()))
+        of_steps = itertools.takewhile(bool, (cls.files(folder, name) for name in names))
+        return cls(steps=[RecordedStep.of_ranks([*map(RankStep.read, files)]) for files in of_steps], **fields)
+
+    @staticmethod
+    def files(folder: Path, name: str) -> list[Path]:
+        """One for each rank, in order; none until all are there."""
+        files = sorted(folder.glob(f"{name}-rank-*.pt"), key=lambda file: int(file.stem.split("-")[-3]))
+        return files if files and len(files) == int(files[0].stem.split("-")[-1]) else []
 
 
 def record(script: Script, steps: int, *, moves: bool = False, say: Callable[[str], None] = lambda _: None) -> Recorded:
@@ -207,7 +147,7 @@ def record(script: Script, steps: int, *, moves: bool = False, say: Callable[[st
         with (folder / "output").open("wb") as output:
             process = subprocess.Popen(script.command, env=own, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
         try:
-            while process.poll() is None and not _is_recorded(folder, steps):
+            while process.poll() is None and len(Recorded.files(folder, f"step-{steps - 1}")) == 0:
                 time.sleep(POLL_S)
             ended = process.poll()
         finally:
@@ -215,20 +155,14 @@ def record(script: Script, steps: int, *, moves: bool = False, say: Callable[[st
             process.wait()
             sweep(token)
         printed = (folder / "output").read_text(errors="replace").strip().splitlines()
-        with contextlib.suppress(ProveError):
-            recorded = Recorded.read(folder, ended_by_itself=ended is not None)
-            if not ended and len(recorded.steps) > 1:
-                made, ranks = len(recorded.steps) - 1, recorded.steps[0].world_size
-                say(f"{script.given}: {plural(made, 'step')} on {plural(ranks, 'rank')}")
-                return recorded
+        recorded = Recorded.read(folder, ended_by_itself=ended is not None)
+        if not ended and len(recorded.steps) > 1:
+            made, ranks = len(recorded.steps) - 1, recorded.steps[0].world_size
+            say(f"{script.given}: {plural(made, 'step')} on {plural(ranks, 'rank')}")
+            return recorded
         notes = [note for file in folder.glob("process-*.json") for note in json.loads(file.read_text())["notes"]]
         what = describe_exit(ended) if ended else "made no step of an optimizer of torch's"
         raise ProveError("\n".join([f"{script.given} {what}", *dict.fromkeys(notes), *printed[-8:]]))
-
-
-def _is_recorded(folder: Path, steps: int) -> bool:
-    last = [*folder.glob(f"step-{steps - 1}-rank-*.pt")]
-    return bool(last) and len(last) == int(last[0].stem.rpartition("-")[2])
 
 
 # -- the comparison ------------------------------------------------------------------------------------------------------
@@ -241,10 +175,10 @@ class Difference:
 
     step: int  # from 0; -1: before the first
     where: str
-    units: float | None
-    explained: float | None
-    several: int  # tensors that differ in this phase
-    of: int
+    units: float | None = None
+    explained: float | None = None
+    several: int = 0  # tensors that differ in this phase
+    of: int = 0
     factor: float | None = None  # by which all of them differ
     hint: str = ""
 
@@ -252,8 +186,8 @@ class Difference:
         when = "before the first step" if self.step < 0 else f"in step {self.step}"
         size = "" if self.units is None else f" by {self.units:.3g} units in the last place"
         explained = "" if self.explained is None else f", where rounding explains {self.explained:.3g}"
-        rest = f"; {self.several} of {plural(self.of, 'tensor')} in this phase differ" if self.of else ""
-        by = "" if self.factor is None else f", all by the factor {self.factor:.4g}"
+        rest = f"; {self.several} of {plural(self.of, 'tensor')} in this phase differ" if self.several else ""
+        by = "" if self.factor is None else f", all gradients by the factor {self.factor:.4g}"
         return f"They differ {when}: the {self.where}{size}{explained}{rest}{by}. {self.hint}".strip()
 
 
@@ -274,9 +208,9 @@ class Proof:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pair:
-    old: Value
-    new: Value
-    moved: Value | None
+    old: Piece
+    new: Piece
+    moved: Piece | None
     distance: float
     noise: float  # what one unit in the last place does
 
@@ -323,7 +257,7 @@ def compare(old: Recorded, new: Recorded, moved: Recorded | None = None) -> Proo
     return say(verdict=Verdict.WITHIN, reason=reason, worst=worst.multiple)
 
 
-def _matched(old: Step, new: Step) -> tuple[dict[str, str], list[str], int]:
+def _matched(old: RecordedStep, new: RecordedStep) -> tuple[dict[str, str], list[str], int]:
     """Names in the new script by those in the old; what is alone; and by how many elements that differs between both."""
     mine, theirs = ({v.name: v for k, v in of.values.items() if k[0] is Phase.BEGIN} for of in (old, new))
     names = {name: name for name in mine if name in theirs and mine[name].numel == theirs[name].numel}
@@ -338,9 +272,11 @@ def _matched(old: Step, new: Step) -> tuple[dict[str, str], list[str], int]:
     return names, alone, abs(sum(v.numel for v in lost.values()) - sum(v.numel for v in left.values()))
 
 
-def _pairs(names: Mapping[str, str], touched: set[str], old: Step, new: Step, moved: Step | None = None) -> list[_Pair]:
+def _pairs(
+    names: Mapping[str, str], touched: set[str], old: RecordedStep, new: RecordedStep, moved: RecordedStep | None = None
+) -> list[_Pair]:
     """`touched`: parameters of which something differed before; those of this step are added."""
-    none, values = Value(phase=Phase.GRADIENT, name=""), dict[Key, tuple[Value, Value]]()
+    none, values = Piece(phase=Phase.GRADIENT, name=""), dict[Key, tuple[Piece, Piece]]()
     back = {b: a for a, b in names.items()}
     for (phase, name, rank), value in old.values.items():
         other = new.values.get((phase, names.get(name, name), rank))
@@ -381,30 +317,28 @@ def _unsteady(old: Recorded, moved: Recorded) -> str:
     return ""
 
 
-def _first(step: int, pairs: Sequence[_Pair], old: Step, new: Step) -> Difference:
+def _first(step: int, pairs: Sequence[_Pair], old: RecordedStep, new: RecordedStep) -> Difference:
     """What comes first in a step in which something differs."""
-    by_phase = {phase: [pair for pair in pairs if pair.old.phase is phase] for phase in Phase}
-    differing = {phase: [pair for pair in of if pair.differs] for phase, of in by_phase.items()}
-    outputs = [pair for pair in differing[Phase.OUTPUT] if math.isfinite(pair.distance)]
-    phase = next((phase for phase in DECIDE if differing[phase]), Phase.GRADIENT)
-    factor = _common_factor(pairs)
     if step >= 0 and old.batch != new.batch:
         where = "batch" if old.batch and new.batch else "number of updates, as one is made without a forward"
-        return Difference(step=step, where=where, units=None, explained=None, several=0, of=0)
-    if phase is not Phase.GRADIENT and not factor:
+        return Difference(step=step, where=where)
+    differing = {phase: [pair for pair in pairs if pair.old.phase is phase and pair.differs] for phase in Phase}
+    outputs = [pair for pair in differing[Phase.OUTPUT] if math.isfinite(pair.distance)]
+    factor, gradients = _common_factor(pairs), differing[Phase.GRADIENT]
+    if not gradients and not factor:
+        phase = Phase.BEGIN if differing[Phase.BEGIN] else Phase.UPDATE
         named = max(differing[phase], key=lambda pair: pair.multiple)
         hint = "Gradients are equal: look at the optimizer, its groups and its learning rate."
         hint = hint if phase is Phase.UPDATE else "Give both the same seed, the same order of drawing, or a checkpoint."
     elif outputs and old.world_size == new.world_size:
-        named, phase, hint = outputs[0], Phase.OUTPUT, "What this module was given is equal."
-    else:
-        lacking = [pair for pair in differing[phase] if math.isinf(pair.distance)]
-        phase = Phase.GRADIENT
-        named = (lacking or differing[phase] or by_phase[phase])[-1]  # where the backward begins
+        named, factor, hint = outputs[0], None, "What this module was given is equal."
+    else:  # the last is where the backward begins
+        lacking = [pair for pair in gradients if math.isinf(pair.distance)]
+        named = (lacking or gradients or [pair for pair in pairs if pair.old.phase is Phase.GRADIENT])[-1]
         same = abs(old.loss - new.loss) <= 1e-5 * abs(old.loss)
         hint = "The loss is equal: look at the backward, what is summed over ranks and micro-batches, and clipping."
         hint = hint if same else f"The losses are {old.loss:.6g} and {new.loss:.6g}: look at the loss and its division."
-    unit = max(named.old.unit, named.new.unit)
+    unit, several = max(named.old.unit, named.new.unit), len(differing[named.old.phase])
     is_sized = math.isfinite(named.distance) and unit > 0
     if math.isinf(named.distance):
         are_there = named.old.numel and named.new.numel
@@ -414,9 +348,9 @@ def _first(step: int, pairs: Sequence[_Pair], old: Step, new: Step) -> Differenc
         where=named.old.where,
         units=named.distance / unit if is_sized else None,
         explained=FACTOR * named.noise / unit if is_sized and named.differs else None,
-        several=len(differing[phase]) or len(by_phase[phase]),
-        of=len(by_phase[phase]),
-        factor=factor if phase is Phase.GRADIENT else None,
+        several=several,
+        of=sum(pair.old.phase is named.old.phase for pair in pairs),
+        factor=factor,
         hint=hint,
     )
 

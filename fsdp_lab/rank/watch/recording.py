@@ -8,10 +8,12 @@ shards of a tensor add up to that of the whole, modulo 2^64, however it is shard
 Note: a moved run. To know what rounding does to a training, one run of it has the results of all innermost modules, the
 gradients that reach them, and the gradients of the parameters moved at random by one unit in the last place."""
 
+import dataclasses
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
@@ -22,12 +24,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fsdp_lab.backends.base import original_name
 from fsdp_lab.base.tensors import map_tensors, tensors_in
-from fsdp_lab.rank.watch.found import HeldParameter, PlainModel, can_count
+from fsdp_lab.rank.watch.found import PlainModel, can_count
 
 SAMPLE = 4093  # elements that are kept of a tensor: a prime, so that they lie in all columns of a matrix
 _CHUNK = 1 << 22
 _STRIDE, _SEED = 0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D
-_FIELDS = ("phase", "name", "dtype", "digest", "total", "numel", "first")  # of a piece, in the text of a file
+_FIELDS = ("phase", "name", "dtype", "digest", "total", "numel", "first", "rank")  # of a piece, in the text of a file
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -42,17 +44,55 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What one rank has of a tensor."""
+    """A tensor of one step, or what one rank has of it. `numel` is 0 where there is none, as of a gradient."""
 
     phase: Phase
     name: str
+    rank: int = -1  # whose output it is
     dtype: str = ""
     digest: int = 0
     total: float = 0.0  # the sum of its elements
     numel: int = 0
     first: int = 0  # the position of its first element
-    kept: Tensor | None = None  # [n] elements of the sample; None where there is no tensor, as of a gradient
-    at: Tensor | None = None  # [n], int64, their positions in the whole tensor
+    kept: Tensor = field(default_factory=lambda: torch.zeros(0))  # [n], fp64, elements of the sample
+    at: Tensor = field(default_factory=lambda: torch.zeros(0))  # [n], int64, their positions in the whole tensor
+
+    @property
+    def where(self) -> str:
+        return f"{self.phase} of {self.name or 'the model'}" + (f" on rank {self.rank}" if self.rank >= 0 else "")
+
+    @property
+    def norm(self) -> float:
+        return float(self.kept.nan_to_num().norm())
+
+    @property
+    def unit(self) -> float:
+        """One unit in the last place of each of its elements, together."""
+        return torch.finfo(getattr(torch, self.dtype)).eps * self.norm if self.dtype else 0.0
+
+    def distance(self, other: Self) -> float:
+        """Infinite where they cannot be compared."""
+        if (self.digest, self.numel, self.dtype) == (other.digest, other.numel, other.dtype):
+            return 0.0
+        if self.numel != other.numel or not torch.equal(self.kept.isfinite(), other.kept.isfinite()):
+            return math.inf
+        kept = float((self.kept.nan_to_num() - other.kept.nan_to_num()).norm())
+        return kept or abs(self.total - other.total) / math.sqrt(self.numel)
+
+    @classmethod
+    def joined(cls, pieces: Sequence[Self]) -> Self:
+        """The whole tensor. Copies that several ranks have of one part count once."""
+        parts = {(p.first, p.numel): p for p in reversed(pieces) if p.numel}.values()
+        if not parts:
+            return pieces[0]
+        order = torch.cat([p.at for p in parts]).argsort()
+        return dataclasses.replace(
+            pieces[0],
+            digest=sum(p.digest for p in parts) % (1 << 64),
+            total=math.fsum(p.total for p in parts),
+            numel=sum(p.numel for p in parts),
+            kept=torch.cat([p.kept for p in parts])[order],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,27 +105,20 @@ class RankStep:
 
     def write(self, path: Path) -> None:
         """A reader never sees half a file."""
-        tensors = {"kept": [p.kept.double() for p in self.pieces if p.kept is not None]}
-        tensors["at"] = [p.at for p in self.pieces if p.at is not None]
-        said = [
-            {f: getattr(p, f) for f in _FIELDS} | {"n": None if p.kept is None else len(p.kept)} for p in self.pieces
-        ]
-        text = json.dumps({"pieces": said, "batch": self.batch, "losses": list(self.losses)})
-        joined = {name: torch.cat(of) if of else torch.zeros(0) for name, of in tensors.items()}
-        torch.save({"text": text, **joined}, path.with_suffix(".new"))
+        fields = [{name: getattr(p, name) for name in _FIELDS} | {"at": len(p.at)} for p in self.pieces]
+        text = json.dumps({"pieces": fields, "batch": self.batch, "losses": list(self.losses)})
+        kept, at = (torch.cat([getattr(p, name) for p in self.pieces]) for name in ("kept", "at"))
+        torch.save({"text": text, "kept": kept, "at": at}, path.with_suffix(".new"))
         os.replace(path.with_suffix(".new"), path)
 
     @classmethod
     def read(cls, path: Path) -> Self:
         content = torch.load(path, weights_only=True)
-        said = json.loads(content.pop("text"))
-        sizes = [fields.pop("n") for fields in said["pieces"]]
-        split = {name: iter(torch.split(t, [n for n in sizes if n is not None])) for name, t in content.items()}
-        pieces = list[Piece]()
-        for fields, n in zip(said["pieces"], sizes, strict=True):
-            tensors = {} if n is None else {name: next(of) for name, of in split.items()}
-            pieces.append(Piece(**{**fields, **tensors, "phase": Phase(fields["phase"])}))
-        return cls(pieces=pieces, batch=said["batch"], losses=said["losses"])
+        said = json.loads(content["text"])
+        sizes = [fields["at"] for fields in said["pieces"]]
+        parts = zip(said.pop("pieces"), *(torch.split(content[name], sizes) for name in ("kept", "at")), strict=True)
+        pieces = [Piece(**{**of, "phase": Phase(of["phase"]), "kept": kept, "at": at}) for of, kept, at in parts]
+        return cls(pieces=pieces, **said)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +185,7 @@ class Recording:
             if name not in self._outputs and _is_first_forward():
                 self._outputs.add(name)
                 for t in [t for t in tensors_in(output) if t.is_floating_point() and type(t) is Tensor][:1]:
-                    self._pieces.append(piece_of(t.detach(), 0, t.numel(), phase=Phase.OUTPUT, name=name))
+                    self._pieces.append(_piece(t, 0, t.numel(), phase=Phase.OUTPUT, name=name, rank=self._rank))
 
         return note
 
@@ -165,12 +198,12 @@ class Recording:
             if gradient is not None and self._options.moves:
                 generator = torch.Generator(gradient.device).manual_seed(self._step * 100_003 + number)
                 gradient.mul_(_units(gradient, generator))
-            self._pieces.append(_piece(held, gradient, positions, Phase.GRADIENT))
+            self._pieces.append(_piece(gradient, positions, held.whole, phase=Phase.GRADIENT, name=held.name))
 
     def _values(self, phase: Phase) -> Iterator[Piece]:
         for held, positions in self._held:
-            if held.values().numel():
-                yield _piece(held, held.values(), positions, phase)
+            if (values := held.values()).numel():
+                yield _piece(values, positions, held.whole, phase=phase, name=held.name)
 
     def _move_output(self, _: nn.Module, __: Any, output: Any) -> Any:
         def moved(t: Tensor) -> Tensor:
@@ -207,16 +240,11 @@ def _is_first_forward() -> bool:
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
-def _piece(held: HeldParameter, t: Tensor | None, positions: Tensor | int, phase: Phase) -> Piece:
-    if t is None:
-        return Piece(phase=phase, name=held.name)
-    return piece_of(t, positions, held.whole, phase=phase, name=held.name)
-
-
-def piece_of(t: Tensor, positions: Tensor | int, whole: int, *, phase: Phase, name: str) -> Piece:
+def _piece(t: Tensor | None, positions: Tensor | int, whole: int, **named: Any) -> Piece:
     """`positions`: of its elements in a tensor of `whole` elements; an int: of the first, where they follow one another."""
-    flat = t.detach().reshape(-1)
-    digest, total = 0, 0.0
+    if t is None:
+        return Piece(**named)
+    flat, digest, total = t.detach().reshape(-1), 0, 0.0
     for start in range(0, flat.numel(), _CHUNK):
         part = flat[start : start + _CHUNK]
         if isinstance(positions, int):
@@ -229,21 +257,13 @@ def piece_of(t: Tensor, positions: Tensor | int, whole: int, *, phase: Phase, na
     wanted = wanted if whole <= SAMPLE else (wanted * whole + SAMPLE - 1).div_(SAMPLE, rounding_mode="floor")
     if isinstance(positions, int):
         at = wanted[(wanted >= positions) & (wanted < positions + flat.numel())]
-        local, first = at - positions, positions
+        own, first = at - positions, positions
     else:
-        local = torch.isin(positions, wanted).nonzero().view(-1)
-        at, first = positions[local], int(positions[0])
-    return Piece(
-        phase=phase,
-        name=name,
-        dtype=str(t.dtype).removeprefix("torch."),
-        digest=digest % (1 << 64),
-        total=total,
-        kept=flat[local.to(flat.device)].cpu(),
-        numel=flat.numel(),
-        first=first,
-        at=at,
-    )
+        own, first = torch.isin(positions, wanted).nonzero().view(-1), int(positions[0])
+        at = positions[own]
+    kept, dtype = flat[own.to(flat.device)].double().cpu(), str(t.dtype).removeprefix("torch.")
+    sums: dict[str, Any] = {"digest": digest % (1 << 64), "total": total, "numel": flat.numel()}
+    return Piece(dtype=dtype, first=first, kept=kept, at=at, **sums, **named)
 
 
 def _bits(t: Tensor) -> Tensor:

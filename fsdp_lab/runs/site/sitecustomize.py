@@ -2,8 +2,11 @@
 PYTHONPATH there. Nothing happens until the process makes an optimizer of torch's or joins a process group; then
 `fsdp_lab.runs.attach` is imported, which watches what it trains. Another `sitecustomize` is run as without this one."""
 
+import contextlib
 import functools
 import importlib.util
+import os
+import random
 import sys
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
@@ -60,5 +63,11 @@ def run_other() -> None:
         spec.loader.exec_module(module)
 
 
+if '"record": {' in os.environ.get("FSDP_LAB_WATCH", ""):
+    random.seed(0)  # in place of what the system says; torch begins with a seed of its own
+    with contextlib.suppress(ImportError):
+        import numpy
+
+        numpy.random.seed(0)
 sys.meta_path.insert(0, AfterImport())
 run_other()
