@@ -41,13 +41,13 @@ from fsdp_lab.base.errors import ArgumentError, SentenceError
 from fsdp_lab.base.formatting import plural
 from fsdp_lab.base.process import MARK, describe_exit, end, marked, sweep
 from fsdp_lab.rank.measure import device_name
-from fsdp_lab.rank.watch.recording import Phase, Piece, RankStep
+from fsdp_lab.rank.watch.recording import StepPhase, Piece, RankStep
 from fsdp_lab.runs.parity import Verdict
 
 FACTOR = 6.0
 NOISE = 0.05  # of a gradient: more than that, rounding does not explain
 POLL_S = 0.05
-DECIDE = (Phase.BEGIN, Phase.GRADIENT, Phase.UPDATE)
+DECIDE = (StepPhase.BEGIN, StepPhase.GRADIENT, StepPhase.UPDATE)
 
 
 class ProveError(SentenceError, RuntimeError):
@@ -83,7 +83,7 @@ class Script:
 # -- what a script computed ----------------------------------------------------------------------------------------------
 
 
-Key = tuple[Phase, str, int]
+Key = tuple[StepPhase, str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +259,7 @@ def compare(old: Recorded, new: Recorded, moved: Recorded | None = None) -> Proo
 
 def _matched(old: RecordedStep, new: RecordedStep) -> tuple[dict[str, str], list[str], int]:
     """Names in the new script by those in the old; what is alone; and by how many elements that differs between both."""
-    mine, theirs = ({v.name: v for k, v in of.values.items() if k[0] is Phase.BEGIN} for of in (old, new))
+    mine, theirs = ({v.name: v for k, v in of.values.items() if k[0] is StepPhase.BEGIN} for of in (old, new))
     names = {name: name for name in mine if name in theirs and mine[name].numel == theirs[name].numel}
     left = {name: value for name, value in theirs.items() if name not in names}
     for name, value in mine.items():
@@ -276,30 +276,30 @@ def _pairs(
     names: Mapping[str, str], touched: set[str], old: RecordedStep, new: RecordedStep, moved: RecordedStep | None = None
 ) -> list[_Pair]:
     """`touched`: parameters of which something differed before; those of this step are added."""
-    none, values = Piece(phase=Phase.GRADIENT, name=""), dict[Key, tuple[Piece, Piece]]()
+    none, values = Piece(phase=StepPhase.GRADIENT, name=""), dict[Key, tuple[Piece, Piece]]()
     back = {b: a for a, b in names.items()}
     for (phase, name, rank), value in old.values.items():
         other = new.values.get((phase, names.get(name, name), rank))
-        if other is not None or (phase is Phase.GRADIENT and name in names):
+        if other is not None or (phase is StepPhase.GRADIENT and name in names):
             values[phase, name, rank] = value, other or none
     for (phase, name, rank), value in new.values.items():  # gradients that only the new one has
-        if phase is Phase.GRADIENT and name in back:
+        if phase is StepPhase.GRADIENT and name in back:
             values.setdefault((phase, back[name], rank), (dataclasses.replace(none, name=back[name]), value))
     own = {key: value.distance(moved.values.get(key, none)) for key, (value, _) in values.items()} if moved else {}
-    relative: dict[Phase, list[float]] = {}
+    relative: dict[StepPhase, list[float]] = {}
     for key, distance in own.items():
         if math.isfinite(distance) and values[key][0].norm:
             relative.setdefault(key[0], []).append(distance / values[key][0].norm)
     median = {phase: statistics.median(of) for phase, of in relative.items()}
     pairs = []
-    for key in sorted(values, key=lambda key: list(Phase).index(key[0])):
+    for key in sorted(values, key=lambda key: list(StepPhase).index(key[0])):
         (value, other), (phase, name, _) = values[key], key
         distance, moves, unit = value.distance(other), own.get(key, 0.0), max(value.unit, other.unit)
         moves = max(moves if math.isfinite(moves) else 0.0, median.get(phase, 0.0) * max(value.norm, other.norm))
-        noise = unit if phase is Phase.UPDATE and name not in touched else max(unit, moves)
+        noise = unit if phase is StepPhase.UPDATE and name not in touched else max(unit, moves)
         moved_value = None if moved is None else moved.values.get(key)
         pairs.append(_Pair(old=value, new=other, moved=moved_value, distance=distance, noise=noise))
-        if distance and phase is not Phase.OUTPUT:
+        if distance and phase is not StepPhase.OUTPUT:
             touched.add(name)
     return pairs
 
@@ -311,7 +311,7 @@ def _unsteady(old: Recorded, moved: Recorded) -> str:
     if any(pair.distance for pair in begin) or old.steps[1].batch != moved.steps[1].batch:
         what = "initial values" if any(pair.distance for pair in begin) else "batches"
         return f"Two runs of the old script have other {what}: give it a seed, or a checkpoint."
-    noise = [pair.distance / pair.old.norm for pair in first if pair.old.phase is Phase.GRADIENT and pair.old.norm]
+    noise = [pair.distance / pair.old.norm for pair in first if pair.old.phase is StepPhase.GRADIENT and pair.old.norm]
     if noise and statistics.median(noise) > NOISE:
         return f"Gradients of two runs of the old script differ by {statistics.median(noise):.0%}: it draws random numbers."
     return ""
@@ -322,19 +322,23 @@ def _first(step: int, pairs: Sequence[_Pair], old: RecordedStep, new: RecordedSt
     if step >= 0 and old.batch != new.batch:
         where = "batch" if old.batch and new.batch else "number of updates, as one is made without a forward"
         return Difference(step=step, where=where)
-    differing = {phase: [pair for pair in pairs if pair.old.phase is phase and pair.differs] for phase in Phase}
-    outputs = [pair for pair in differing[Phase.OUTPUT] if math.isfinite(pair.distance)]
-    factor, gradients = _common_factor(pairs), differing[Phase.GRADIENT]
+    differing = {phase: [pair for pair in pairs if pair.old.phase is phase and pair.differs] for phase in StepPhase}
+    outputs = [pair for pair in differing[StepPhase.OUTPUT] if math.isfinite(pair.distance)]
+    factor, gradients = _common_factor(pairs), differing[StepPhase.GRADIENT]
     if not gradients and not factor:
-        phase = Phase.BEGIN if differing[Phase.BEGIN] else Phase.UPDATE
+        phase = StepPhase.BEGIN if differing[StepPhase.BEGIN] else StepPhase.UPDATE
         named = max(differing[phase], key=lambda pair: pair.multiple)
         hint = "Gradients are equal: look at the optimizer, its groups and its learning rate."
-        hint = hint if phase is Phase.UPDATE else "Give both the same seed, the same order of drawing, or a checkpoint."
+        hint = (
+            hint
+            if phase is StepPhase.UPDATE
+            else "Give both the same seed, the same order of drawing, or a checkpoint."
+        )
     elif outputs and old.world_size == new.world_size:
         named, factor, hint = outputs[0], None, "What this module was given is equal."
     else:  # the last is where the backward begins
         lacking = [pair for pair in gradients if math.isinf(pair.distance)]
-        named = (lacking or gradients or [pair for pair in pairs if pair.old.phase is Phase.GRADIENT])[-1]
+        named = (lacking or gradients or [pair for pair in pairs if pair.old.phase is StepPhase.GRADIENT])[-1]
         same = abs(old.loss - new.loss) <= 1e-5 * abs(old.loss)
         hint = "The loss is equal: look at the backward, what is summed over ranks and micro-batches, and clipping."
         hint = hint if same else f"The losses are {old.loss:.6g} and {new.loss:.6g}: look at the loss and its division."
@@ -357,7 +361,7 @@ def _first(step: int, pairs: Sequence[_Pair], old: RecordedStep, new: RecordedSt
 
 def _common_factor(pairs: Sequence[_Pair]) -> float | None:
     """That of all gradients of a step, if rounding does not explain it."""
-    those = [p for p in pairs if p.old.phase is Phase.GRADIENT and p.moved is not None and p.old.numel]
+    those = [p for p in pairs if p.old.phase is StepPhase.GRADIENT and p.moved is not None and p.old.numel]
     if not those or any(len(p.old.kept) != len(other.kept) for p in those for other in (p.new, p.moved) if other):
         return None
     by_run = zip(*((p.old.kept, p.new.kept, p.moved.kept) for p in those if p.moved is not None), strict=True)

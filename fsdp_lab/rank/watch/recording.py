@@ -33,7 +33,7 @@ _FIELDS = ("phase", "name", "dtype", "digest", "total", "numel", "first", "rank"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Phase(StrEnum):
+class StepPhase(StrEnum):
     """In the order of a step. BEGIN: parameters before the first one."""
 
     BEGIN = "initial value"
@@ -46,7 +46,7 @@ class Phase(StrEnum):
 class Piece:
     """A tensor of one step, or what one rank has of it. `numel` is 0 where there is none, as of a gradient."""
 
-    phase: Phase
+    phase: StepPhase
     name: str
     rank: int = -1  # whose output it is
     dtype: str = ""
@@ -117,7 +117,7 @@ class RankStep:
         said = json.loads(content["text"])
         sizes = [fields["at"] for fields in said["pieces"]]
         parts = zip(said.pop("pieces"), *(torch.split(content[name], sizes) for name in ("kept", "at")), strict=True)
-        pieces = [Piece(**{**of, "phase": Phase(of["phase"]), "kept": kept, "at": at}) for of, kept, at in parts]
+        pieces = [Piece(**{**of, "phase": StepPhase(of["phase"]), "kept": kept, "at": at}) for of, kept, at in parts]
         return cls(pieces=pieces, **said)
 
 
@@ -148,14 +148,14 @@ class Recording:
                 self._handles.append(module.register_forward_hook(self._move_output))
             self._handles.append(module.register_forward_hook(self._output_of(original_name(path))))
         self._handles.append(found.module.register_forward_hook(self._after_forward, with_kwargs=True))
-        self._pieces = [*self._values(Phase.BEGIN)]
+        self._pieces = [*self._values(StepPhase.BEGIN)]
         self._write("begin", [])
 
     def end_step(self, losses: Sequence[float]) -> None:
         """`losses`: of its micro-batches."""
         if self._step >= self._options.steps:
             return
-        self._pieces += self._values(Phase.UPDATE)
+        self._pieces += self._values(StepPhase.UPDATE)
         self._write(f"step-{self._step}", losses)
         self._step += 1
         if self._step == self._options.steps:
@@ -185,7 +185,7 @@ class Recording:
             if name not in self._outputs and _is_first_forward():
                 self._outputs.add(name)
                 for t in [t for t in tensors_in(output) if t.is_floating_point() and type(t) is Tensor][:1]:
-                    self._pieces.append(_piece(t, 0, t.numel(), phase=Phase.OUTPUT, name=name, rank=self._rank))
+                    self._pieces.append(_piece(t, 0, t.numel(), phase=StepPhase.OUTPUT, name=name, rank=self._rank))
 
         return note
 
@@ -198,9 +198,9 @@ class Recording:
             if gradient is not None and self._options.moves:
                 generator = torch.Generator(gradient.device).manual_seed(self._step * 100_003 + number)
                 gradient.mul_(_units(gradient, generator))
-            self._pieces.append(_piece(gradient, positions, held.whole, phase=Phase.GRADIENT, name=held.name))
+            self._pieces.append(_piece(gradient, positions, held.whole, phase=StepPhase.GRADIENT, name=held.name))
 
-    def _values(self, phase: Phase) -> Iterator[Piece]:
+    def _values(self, phase: StepPhase) -> Iterator[Piece]:
         for held, positions in self._held:
             if (values := held.values()).numel():
                 yield _piece(values, positions, held.whole, phase=phase, name=held.name)
