@@ -41,7 +41,7 @@ from fsdp_lab.base.errors import ArgumentError, SentenceError
 from fsdp_lab.base.formatting import plural
 from fsdp_lab.base.process import MARK, describe_exit, end, marked, sweep
 from fsdp_lab.rank.measure import device_name
-from fsdp_lab.rank.watch.recording import StepPhase, Piece, RankStep
+from fsdp_lab.rank.watch.recording import Piece, RankStep, StepPhase
 from fsdp_lab.runs.parity import Verdict
 
 FACTOR = 6.0
