@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -219,12 +220,14 @@ class Attachment:
         alive = [o for ref in self._optimizers if (o := ref()) is not None]
         roots = [m for ref in self._roots if (root := ref()) is not None for m in _watchable(root)]
         own = {root: [o for o in alive if _holds(root, o)] for root in roots}
+        what = "Of several models the largest is watched"
+        if not any(own.values()):
+            own = {root: [optimizer] for root in roots if _resembles(root, optimizer)}
+            what = "No optimizer holds a parameter of the model, but tensors of their shapes; it is watched"
         largest = max((m for m in own if own[m]), key=lambda m: sum(p.numel() for p in m.parameters()), default=None)
         if largest is not None and any(optimizer is o for o in own[largest]):
             others = len(alive) - len(own[largest])
-            self.note(
-                f"Of several models the largest is watched, from its second step; {others} optimizers step others."
-            )
+            self.note(f"{what}, from its second step; {others} optimizers step others.")
             self._begin(largest, own[largest])
 
     def _begin(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -261,7 +264,7 @@ class Attachment:
         clock = ClockOffset(0.0, 0.0) if one_host else ClockOffset()  # processes of a host have one clock
         host = dataclasses.replace(host, run=run, clock=clock)
         recorder.serve(host)
-        return Watch(module, optimizers, host, title=self._options.title, audit=self._options.audit)
+        return Watch(module, optimizers, host, title=self._options.title, audit=self._options.audit, copies=True)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -489,6 +492,12 @@ def _holds(module: nn.Module, optimizer: Optimizer) -> bool:
     except ArgumentError:
         return False
     return _ids(optimizer) <= known
+
+
+def _resembles(module: nn.Module, optimizer: Optimizer) -> bool:
+    """Whether all that an optimizer steps may be copies of trained parameters, by their shapes."""
+    own = Counter(p.shape for p in module.parameters() if p.requires_grad)
+    return Counter(p.shape for group in optimizer.param_groups for p in group["params"]) <= own
 
 
 def _ids(optimizer: Optimizer) -> set[int]:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, distributed as dist, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._flat_param import FlatParameter
+from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as modules
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from fsdp_lab import engine
@@ -55,7 +57,7 @@ class HeldParameter:
 
     `holder`: the tensor that knows whether it is trained, and has its gradient. `ids`: of what stands for it in an
     optimizer. `replicas`: ranks with the same values, with this one; (): none. `synchronised`: its wrapper keeps them so.
-    """
+    `ignored`: how its type asks to be gathered (`fsdp_pre_all_gather`), where a parametrization gathers it otherwise."""
 
     name: str
     module: nn.Module  # to which it belongs
@@ -65,6 +67,7 @@ class HeldParameter:
     stop: int | None = None
     replicas: tuple[int, ...] = ()
     synchronised: bool = False
+    ignored: str = ""
 
     def values(self) -> Tensor:
         return self._own(local_tensor(self.holder))
@@ -151,9 +154,11 @@ class PlainModel(Measured):
         for path, p in self.module.named_parameters():
             owner = self.module.get_submodule(path.rpartition(".")[0])
             group = groups.get(id(p))
-            replicas = world if id(p) not in groups else tuple(dist.get_process_group_ranks(group)) if group else ()
+            own = world if not isinstance(p, DTensor) or all(one.is_replicate() for one in p.placements) else ()
+            replicas = own if id(p) not in groups else tuple(dist.get_process_group_ranks(group)) if group else ()
             name = original_name(path.removeprefix("module.") if self.backend == "ddp" else path)
-            held += self._held(name, owner, p, replicas=replicas, synchronised=group is not None)
+            ignored = _ignored_form(owner, path.rpartition(".")[2], p)
+            held += self._held(name, owner, p, replicas=replicas, synchronised=group is not None, ignored=ignored)
         return held
 
     def _held(self, name: str, module: nn.Module, p: Any, **shared: Any) -> list[HeldParameter]:
@@ -162,6 +167,10 @@ class PlainModel(Measured):
     def _replicating(self) -> dict[int, dist.ProcessGroup | None]:
         """By the id of each parameter that the wrapper takes care of: the group in which it keeps copies equal, if any."""
         return {}
+
+    def reducing(self) -> set[int]:
+        """Ids of parameters that a backward now would reduce over their replicas, though to wait would cost no memory."""
+        return set()
 
     def name_units(self, context: WireContext) -> None:
         """Tells the wire the unit of each collective from now on."""
@@ -205,6 +214,9 @@ class FoundDDP(PlainModel):
         own = (p for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore)
         return dict.fromkeys(map(id, own), ddp.process_group)
 
+    def reducing(self) -> set[int]:
+        return set(self._replicating()) if self.module.require_backward_grad_sync else set()
+
     def resident_bytes(self) -> int:
         """The buckets."""
         return sum(p.nbytes for p in self.module.parameters() if p.requires_grad)
@@ -239,6 +251,11 @@ class FoundFSDP2(FSDP2Tensors, PlainModel):
             copies = None if info.replicate_mesh_dim is None else info.replicate_process_group
             found |= dict.fromkeys((id(p.sharded_param) for p in group.fsdp_params), copies)
         return found
+
+    def reducing(self) -> set[int]:
+        groups = [g for g in fsdp2._param_groups(self.module) if g.reduce_grads and g.all_reduce_grads]
+        hybrid = (g for g in groups if g.mesh_info.replicate_mesh_dim is not None)
+        return {id(p.sharded_param) for g in hybrid for p in g.fsdp_params}
 
     def name_units(self, context: WireContext) -> None:
         for name, m in reversed([*self.module.named_modules()]):  # of a unit's modules the first names it
@@ -392,6 +409,13 @@ def find(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Plain
             "model", f"it, or a part of it, is wrapped by {names}", "watch the module that one of them wraps"
         )
     return (those[0] if those else PlainModel)(model, optimizers)
+
+
+def _ignored_form(owner: nn.Module, name: str, p: nn.Parameter) -> str:
+    """The class of a shard that asks to be gathered in a form of its own, where a parametrization gathers it otherwise."""
+    is_made = isinstance(owner, ParametrizationList) or isinstance(getattr(type(owner), name, None), property)
+    local = p._local_tensor if isinstance(p, DTensor) else None
+    return type(local).__name__ if is_made and hasattr(local, "fsdp_pre_all_gather") else ""
 
 
 def _sharding(*, hybrid: bool, reshards: bool) -> str:
