@@ -127,7 +127,11 @@ class Attachment:
         self._watched: Sequence[Optimizer] = ()
         self._updated: Optimizer | None = None  # the last one, if no forward came since
         self._followed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # by others, before the next forward
-        self._losses: list[tuple[Tensor, float]] = []  # of micro-batches, and by what each was divided last
+        self._losses: list[tuple[Tensor, float, bool]] = []  # of micro-batches, and `_divisor` of each
+        self._own: set[int] = set()  # counts of a micro-batch by which its own loss may be divided
+        self._are_parts: bool | None = (
+            None  # the micro-batches' losses are parts of a sum; None: no step had several yet
+        )
         self._scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # a loss with a GradScaler's scale, and without
         self._evaluates_since: float | None = None
         self._is_aside = False  # what is inside is not counted again
@@ -277,9 +281,12 @@ class Attachment:
         if self._watch is None or self._step is None:
             return
         losses, self._losses, step, self._step = self._losses, [], self._step, None
-        for loss, divisor in losses:
-            is_mean = len(losses) > 1 and round(divisor) == len(losses)  # over the micro-batches
-            self._watch.loss(loss * divisor if is_mean else loss)
+        if len(losses) > 1 and self._are_parts is None:
+            count, (divisor, of_sum) = len(losses), losses[0][1:]
+            equal = all(one == divisor for _, one, _ in losses)
+            self._are_parts = round(divisor) == count or (of_sum and equal and round(divisor) not in self._own)
+        for loss, *_ in losses:
+            self._watch.loss(loss * len(losses) if self._are_parts else loss)
         step.__exit__(None, None, None)
         if time.monotonic() - self._said_s > SAY_EVERY_S:
             self._say(steps=self._watch.steps)
@@ -308,7 +315,9 @@ class Attachment:
                 self._watch.add(evaluation_s=time.perf_counter() - self._evaluates_since)
             self._evaluates_since = None
             return
-        ids = next((t for t in tensors_in((kwargs, args)) if t.dim() > 1 and not t.is_floating_point()), None)
+        given = [t for t in tensors_in((kwargs, args)) if t.dim()]
+        self._own = {n for t in given[:1] for n in (1, len(t), t.numel() - len(t), t.numel())}
+        ids = next((t for t in given if t.dim() > 1 and not t.is_floating_point()), None)
         if ids is not None and self._watch is not None:
             self._watch.add(tokens=ids.numel())
 
@@ -345,7 +354,8 @@ class Attachment:
         if self._is_here and isinstance(tensors, Tensor) and tensors.numel() == 1:
             scaled, loss = (None, None) if self._scaled is None else (self._scaled[0](), self._scaled[1])
             loss = loss if loss is not None and scaled is tensors else tensors
-            self._losses.append((loss.detach(), _divisor(loss)))
+            is_asked = self._are_parts is None and self._watch is not None and (loss.is_cpu or self._watch.steps < 4)
+            self._losses.append((loss.detach(), *(_divisor(loss) if is_asked else (1.0, False))))
 
     def _scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
         scaled = original(scaler, outputs)
@@ -504,12 +514,23 @@ def _ids(optimizer: Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
-def _divisor(loss: Tensor) -> float:
-    """The number by which a loss was divided last, as by that of micro-batches; 1.0: by none."""
-    function: Any = loss.grad_fn
-    name = "" if function is None else function.name()
-    other = getattr(function, "_saved_other", None) if name in ("DivBackward0", "MulBackward0") else None
-    by: Any = other.tolist() if isinstance(other, Tensor) and other.is_cpu and not other.dim() else None
-    if not isinstance(by, int | float) or not by:
-        return 1.0
-    return by if name == "DivBackward0" else 1 / by
+def _divisor(loss: Tensor) -> tuple[float, bool]:
+    """The number by which a loss was divided in the end, as by that of micro-batches or of all tokens of a step, 1.0 if by
+    none; and whether what was divided is a sum."""
+    divisor, function, at = 1.0, loss.grad_fn, loss.output_nr
+    while function is not None and (name := function.name()) in (*_SCALES, "ToCopyBackward0", "_DDPSinkBackward"):
+        other: Any = getattr(function, "_saved_other", None)
+        if isinstance(other, Tensor):
+            other = None if other.dim() or other.requires_grad else other.tolist()
+        if name in _SCALES:
+            if not other:
+                break
+            divisor *= other ** _SCALES[name]
+        function, at = function.next_functions[at]
+    is_sum = function is not None and (
+        function.name() == "SumBackward0" or getattr(function, "_saved_reduction", 1) == 2
+    )
+    return divisor, is_sum
+
+
+_SCALES = {"DivBackward0": 1, "MulBackward0": -1}
