@@ -28,7 +28,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed as dist, nn
@@ -129,9 +129,7 @@ class Attachment:
         self._followed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # by others, before the next forward
         self._losses: list[tuple[Tensor, float, bool]] = []  # of micro-batches, and `_divisor` of each
         self._own: set[int] = set()  # counts of a micro-batch by which its own loss may be divided
-        self._are_parts: bool | None = (
-            None  # the micro-batches' losses are parts of a sum; None: no step had several yet
-        )
+        self._are_parts: bool | None = None  # of a sum, those of micro-batches; None: no step had several yet
         self._scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # a loss with a GradScaler's scale, and without
         self._evaluates_since: float | None = None
         self._is_aside = False  # what is inside is not counted again
@@ -227,7 +225,7 @@ class Attachment:
         what = "Of several models the largest is watched"
         if not any(own.values()):
             own = {root: [optimizer] for root in roots if _resembles(root, optimizer)}
-            what = "No optimizer holds a parameter of the model, but tensors of their shapes; it is watched"
+            what = "The optimizer steps tensors that are none of the model's; the model is watched"
         largest = max((m for m in own if own[m]), key=lambda m: sum(p.numel() for p in m.parameters()), default=None)
         if largest is not None and any(optimizer is o for o in own[largest]):
             others = len(alive) - len(own[largest])
@@ -505,9 +503,10 @@ def _holds(module: nn.Module, optimizer: Optimizer) -> bool:
 
 
 def _resembles(module: nn.Module, optimizer: Optimizer) -> bool:
-    """Whether all that an optimizer steps may be copies of trained parameters, by their shapes."""
-    own = Counter(p.shape for p in module.parameters() if p.requires_grad)
-    return Counter(p.shape for group in optimizer.param_groups for p in group["params"]) <= own
+    """Whether an optimizer steps some trained parameters, or only what may be copies of some, by their shapes."""
+    own = {id(p): p.shape for p in module.parameters() if p.requires_grad}
+    stepped = Counter(p.shape for group in optimizer.param_groups for p in group["params"])
+    return not _ids(optimizer).isdisjoint(own) or stepped <= Counter(own.values())
 
 
 def _ids(optimizer: Optimizer) -> set[int]:
@@ -517,20 +516,13 @@ def _ids(optimizer: Optimizer) -> set[int]:
 def _divisor(loss: Tensor) -> tuple[float, bool]:
     """The number by which a loss was divided in the end, as by that of micro-batches or of all tokens of a step, 1.0 if by
     none; and whether what was divided is a sum."""
-    divisor, function, at = 1.0, loss.grad_fn, loss.output_nr
-    while function is not None and (name := function.name()) in (*_SCALES, "ToCopyBackward0", "_DDPSinkBackward"):
-        other: Any = getattr(function, "_saved_other", None)
+    divisor, function, at = 1.0, cast(Any, loss.grad_fn), loss.output_nr
+    while (name := type(function).__name__) in ("DivBackward0", "MulBackward0", "ToCopyBackward0", "_DDPSinkBackward"):
+        other: Any = getattr(function, "_saved_other", 1.0)
         if isinstance(other, Tensor):
             other = None if other.dim() or other.requires_grad else other.tolist()
-        if name in _SCALES:
-            if not other:
-                break
-            divisor *= other ** _SCALES[name]
+        if not other:
+            break
+        divisor *= 1 / other if name == "MulBackward0" else other
         function, at = function.next_functions[at]
-    is_sum = function is not None and (
-        function.name() == "SumBackward0" or getattr(function, "_saved_reduction", 1) == 2
-    )
-    return divisor, is_sum
-
-
-_SCALES = {"DivBackward0": 1, "MulBackward0": -1}
+    return divisor, type(function).__name__ == "SumBackward0" or getattr(function, "_saved_reduction", 1) == 2

@@ -181,12 +181,10 @@ class AuditLog:
 
     def _compare_inputs(self, step: int, checksums: set[int]) -> Iterator[AuditFinding]:
         """Batches that are the same in each step, as of a benchmark, are meant to be."""
-        if self._same is None or len(checksums) > 1:
-            self._same = None
-            return
-        self._same |= checksums
-        if len(self._same) == SAME:
+        self._same = None if self._same is None or len(checksums) > 1 else self._same | checksums
+        if self._same is not None and len(self._same) == SAME:
             what = f"in {SAME} steps all ranks had one and the same batch: more ranks learn no more"
+            self._same = None
             yield AuditFinding(kind=AuditKind.SAME_DATA, parameter="", rank=0, step=step, what=what)
 
     def _compare(self, step: int, sums: Mapping[int, Mapping[str, int]]) -> Iterator[AuditFinding]:

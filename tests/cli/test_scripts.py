@@ -111,7 +111,7 @@ ODD: dict[str, tuple[str, int, int | None, str, str]] = {
                     "watched 4 steps of Sequential"),
     "copies": ("optimizer = torch.optim.SGD([p.detach().clone().requires_grad_() for p in model.parameters()], lr=0.1)\n"
                "for _ in range(4): model(torch.ones(2, 4)).sum().backward(); optimizer.step()", 0, 3, "finished",
-               "No optimizer holds a parameter of the model"),
+               "The optimizer steps tensors that are none of the model's"),
     "own_hook": ("sys.excepthook = lambda *_: print('mine'); train(); raise OSError", 1, 4, "failed", "watched 4 steps"),
 }  # fmt: skip
 

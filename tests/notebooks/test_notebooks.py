@@ -116,7 +116,7 @@ def run(nbformat: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
 
     with client.setup_kernel():
         yield execute
-        close = nbformat.v4.new_code_cell("import kept; [lab.close() for lab in kept.labs]")
+        close = nbformat.v4.new_code_cell("import kept; [one.close() for one in kept.labs]")
         execute(nbformat.v4.new_notebook(cells=[close]))
 
 

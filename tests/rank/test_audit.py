@@ -556,20 +556,10 @@ def accumulated(how: str, waits: bool) -> Make:
     return make
 
 
-def same_batches() -> Loop:
-    model = wrapped("ddp", mlp())
-    return fit(model, adamw(model))
-
-
 def an_optimizer_of_what_was_replaced() -> Loop:
     """Adapters do not move, as where they are placed or sharded after it was made. While B is zero, A's gradient is."""
     one = adamw(trained(model := seeded(LoRA, LoRA)))
     return own_data(wrapped("fsdp2", model), one, keep=True)
-
-
-def a_wrapper_that_is_bypassed() -> Loop:
-    model = wrapped("ddp", mlp())
-    return fit(model, adamw(model), output=lambda i: model.module(batch(2 * i + dist.get_rank())))
 
 
 DIFFER, LORA = AuditKind.REPLICAS_DIFFER, {f"{i}.lora_{x}" for i in range(2) for x in "AB"}
@@ -582,9 +572,9 @@ TABLES: dict[int, dict[str, tuple[Make, AuditKind | None, set[str]]]] = {
         "a form that is ignored": (
             lambda: gathered_by_a_property(True), AuditKind.FORM_IGNORED, {"0.weight", "0.bias"}),
         "reduced often": (accumulated("ddp", False), AuditKind.REDUCED_OFTEN, EVERY),
-        "same batches": (same_batches, AuditKind.SAME_DATA, {""}),
+        "same batches": (lambda: fit(m := wrapped("ddp", mlp()), adamw(m)), AuditKind.SAME_DATA, {""}),
         "replaced": (an_optimizer_of_what_was_replaced, AuditKind.NOT_IN_OPTIMIZER, {"0.lora_B", "1.lora_B"}),
-        "bypassed": (a_wrapper_that_is_bypassed, DIFFER, EVERY),
+        "a wrapper that is bypassed": (lambda: own_data(wrapped("ddp", m := mlp()).module, adamw(m)), DIFFER, EVERY),
         "a shut gate": (rows(0), AuditKind.ZERO_GRADIENT, {"0.weight", "1.weight"}),
         **{f"bf16 {how}": (bf16_shards(how), LOST, EVERY - {"2.bias"}) for how in ("fsdp1", "fsdp1 flat", "fsdp2", "lab")},
         **{how: (sharded(how), None, set()) for how in

@@ -121,11 +121,8 @@ class UpdateAudit:
             kept.number = str(number)
         self._news["replicated"] = [[k.held.name, k.held.replicas, k.held.synchronised] for k in copies]
         self._sum(-1, copies, [_sample(kept.held.values(), 0).cpu() for kept in copies])
-        for kept in (kept for kept in self._all if kept.held.ignored):
-            what = (
-                f"its {kept.held.ignored} asks to be gathered in its own form, and a parametrization gathers it in full"
-            )
-            self._tell(AuditKind.FORM_IGNORED, kept, 0, what)
+        for kept in (kept for kept in self._all if kept.held.is_gathered_in_full):
+            self._tell(AuditKind.FORM_IGNORED, kept, 0, "its type asks for a form of its own, and is not asked for it")
         groups = self._found.setup().groups  # if gradients are summed over all ranks, each is to have its own data
         self._splits_data = math.prod(group.size() for group in groups) == self._world_size > 1
 

@@ -57,7 +57,7 @@ class HeldParameter:
 
     `holder`: the tensor that knows whether it is trained, and has its gradient. `ids`: of what stands for it in an
     optimizer. `replicas`: ranks with the same values, with this one; (): none. `synchronised`: its wrapper keeps them so.
-    `ignored`: how its type asks to be gathered (`fsdp_pre_all_gather`), where a parametrization gathers it otherwise."""
+    """
 
     name: str
     module: nn.Module  # to which it belongs
@@ -67,7 +67,13 @@ class HeldParameter:
     stop: int | None = None
     replicas: tuple[int, ...] = ()
     synchronised: bool = False
-    ignored: str = ""
+
+    @property
+    def is_gathered_in_full(self) -> bool:
+        """By a parametrization, though the shard's type asks for a form of its own (`fsdp_pre_all_gather`)."""
+        of_class = getattr(type(self.module), self.name.rpartition(".")[2], None)
+        is_made = isinstance(self.module, ParametrizationList) or isinstance(of_class, property)
+        return is_made and hasattr(getattr(self.holder, "_local_tensor", None), "fsdp_pre_all_gather")
 
     def values(self) -> Tensor:
         return self._own(local_tensor(self.holder))
@@ -157,8 +163,7 @@ class PlainModel(Measured):
             own = world if not isinstance(p, DTensor) or all(one.is_replicate() for one in p.placements) else ()
             replicas = own if id(p) not in groups else tuple(dist.get_process_group_ranks(group)) if group else ()
             name = original_name(path.removeprefix("module.") if self.backend == "ddp" else path)
-            ignored = _ignored_form(owner, path.rpartition(".")[2], p)
-            held += self._held(name, owner, p, replicas=replicas, synchronised=group is not None, ignored=ignored)
+            held += self._held(name, owner, p, replicas=replicas, synchronised=group is not None)
         return held
 
     def _held(self, name: str, module: nn.Module, p: Any, **shared: Any) -> list[HeldParameter]:
@@ -409,13 +414,6 @@ def find(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Plain
             "model", f"it, or a part of it, is wrapped by {names}", "watch the module that one of them wraps"
         )
     return (those[0] if those else PlainModel)(model, optimizers)
-
-
-def _ignored_form(owner: nn.Module, name: str, p: nn.Parameter) -> str:
-    """The class of a shard that asks to be gathered in a form of its own, where a parametrization gathers it otherwise."""
-    is_made = isinstance(owner, ParametrizationList) or isinstance(getattr(type(owner), name, None), property)
-    local = p._local_tensor if isinstance(p, DTensor) else None
-    return type(local).__name__ if is_made and hasattr(local, "fsdp_pre_all_gather") else ""
 
 
 def _sharding(*, hybrid: bool, reshards: bool) -> str:

@@ -267,8 +267,7 @@ class Watch:
         root = self._found.module
         before: Any = torch.compiler.disable(self._before_forward)  # type: ignore[no-untyped-call]
         after: Any = torch.compiler.disable(self._after_forward)  # type: ignore[no-untyped-call]
-        self._handles.append(root.register_forward_pre_hook(before, with_kwargs=True))
-        self._handles.append(root.register_forward_hook(after))
+        self._handles += [root.register_forward_pre_hook(before, with_kwargs=True), root.register_forward_hook(after)]
         for optimizer in self._found.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(lambda one, *_: self._before_update(one)))
             self._handles.append(optimizer.register_step_post_hook(lambda one, *_: self._after_update(one)))
