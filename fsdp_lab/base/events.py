@@ -357,6 +357,9 @@ class AuditKind(Enum):
         "replicas differ",
         "average its gradients, or wrap it with the rest; ranks that are to differ are watched with audit=False",
     )
+    SAME_DATA = "same batches on all ranks", "give each rank its part, as by a DistributedSampler, or a seed of its own"
+    REDUCED_OFTEN = "reduced too often", "costs only time: use DDP's no_sync, or FSDP2's set_requires_all_reduce"
+    FORM_IGNORED = "gathered in full", "shard it by fully_shard, which gathers it in the form that its type asks for"
     SKIPPED = "updates skipped", "look for gradients that are not finite; lower the scaler's init_scale, or use bf16"
 
     @property

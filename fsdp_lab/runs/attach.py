@@ -22,12 +22,13 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed as dist, nn
@@ -130,7 +131,9 @@ class Attachment:
         self._watched: Sequence[Optimizer] = ()
         self._updated: Optimizer | None = None  # the last one, if no forward came since
         self._followed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # by others, before the next forward
-        self._losses: list[tuple[Tensor, float]] = []  # of micro-batches, and by what each was divided last
+        self._losses: list[tuple[Tensor, float, bool]] = []  # of micro-batches, and `_divisor` of each
+        self._own: set[int] = set()  # counts of a micro-batch by which its own loss may be divided
+        self._are_parts: bool | None = None  # of a sum, those of micro-batches; None: no step had several yet
         self._scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # a loss with a GradScaler's scale, and without
         self._evaluates_since: float | None = None
         self._is_aside = False  # what is inside is not counted again
@@ -223,12 +226,14 @@ class Attachment:
         alive = [o for ref in self._optimizers if (o := ref()) is not None]
         roots = [m for ref in self._roots if (root := ref()) is not None for m in _watchable(root)]
         own = {root: [o for o in alive if _holds(root, o)] for root in roots}
+        what = "Of several models the largest is watched"
+        if not any(own.values()):
+            own = {root: [optimizer] for root in roots if _resembles(root, optimizer)}
+            what = "The optimizer steps tensors that are none of the model's; the model is watched"
         largest = max((m for m in own if own[m]), key=lambda m: sum(p.numel() for p in m.parameters()), default=None)
         if largest is not None and any(optimizer is o for o in own[largest]):
             others = len(alive) - len(own[largest])
-            self.note(
-                f"Of several models the largest is watched, from its second step; {others} optimizers step others."
-            )
+            self.note(f"{what}, from its second step; {others} optimizers step others.")
             self._begin(largest, own[largest])
 
     def _begin(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -268,8 +273,8 @@ class Attachment:
         clock = ClockOffset(0.0, 0.0) if one_host else ClockOffset()  # processes of a host have one clock
         host = dataclasses.replace(host, run=run, clock=clock)
         recorder.serve(host)
-        flops = not self._options.record  # counting them would change nothing, and cost time
-        return Watch(module, optimizers, host, title=self._options.title, audit=self._options.audit, flops=flops)
+        own, flops = self._options, not self._options.record
+        return Watch(module, optimizers, host, title=own.title, audit=own.audit, copies=True, flops=flops)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -282,12 +287,15 @@ class Attachment:
         if self._watch is None or self._step is None:
             return
         losses, self._losses, step, self._step = self._losses, [], self._step, None
-        for at, (loss, divisor) in enumerate(losses):
-            is_mean = len(losses) > 1 and round(divisor) == len(losses)  # over the micro-batches
-            losses[at] = (loss * divisor if is_mean else loss), divisor
-            self._watch.loss(losses[at][0])
+        if len(losses) > 1 and self._are_parts is None:
+            count, (divisor, of_sum) = len(losses), losses[0][1:]
+            equal = all(one == divisor for _, one, _ in losses)
+            self._are_parts = round(divisor) == count or (of_sum and equal and round(divisor) not in self._own)
+        told = [loss * len(losses) if self._are_parts else loss for loss, *_ in losses]
+        for loss in told:
+            self._watch.loss(loss)
         if self._recording is not None:
-            self._recording.end_step([float(loss) for loss, _ in losses])
+            self._recording.end_step([float(loss) for loss in told])
         step.__exit__(None, None, None)
         if time.monotonic() - self._said_s > SAY_EVERY_S:
             self._say(steps=self._watch.steps)
@@ -316,7 +324,9 @@ class Attachment:
                 self._watch.add(evaluation_s=time.perf_counter() - self._evaluates_since)
             self._evaluates_since = None
             return
-        ids = next((t for t in tensors_in((kwargs, args)) if t.dim() > 1 and not t.is_floating_point()), None)
+        given = [t for t in tensors_in((kwargs, args)) if t.dim()]
+        self._own = {n for t in given[:1] for n in (1, len(t), t.numel() - len(t), t.numel())}
+        ids = next((t for t in given if t.dim() > 1 and not t.is_floating_point()), None)
         if ids is not None and self._watch is not None:
             self._watch.add(tokens=ids.numel())
 
@@ -353,7 +363,8 @@ class Attachment:
         if self._is_here and isinstance(tensors, Tensor) and tensors.numel() == 1:
             scaled, loss = (None, None) if self._scaled is None else (self._scaled[0](), self._scaled[1])
             loss = loss if loss is not None and scaled is tensors else tensors
-            self._losses.append((loss.detach(), _divisor(loss)))
+            is_asked = self._are_parts is None and self._watch is not None and (loss.is_cpu or self._watch.steps < 4)
+            self._losses.append((loss.detach(), *(_divisor(loss) if is_asked else (1.0, False))))
 
     def _scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
         scaled = original(scaler, outputs)
@@ -502,16 +513,27 @@ def _holds(module: nn.Module, optimizer: Optimizer) -> bool:
     return _ids(optimizer) <= known
 
 
+def _resembles(module: nn.Module, optimizer: Optimizer) -> bool:
+    """Whether an optimizer steps some trained parameters, or only what may be copies of some, by their shapes."""
+    own = {id(p): p.shape for p in module.parameters() if p.requires_grad}
+    stepped = Counter(p.shape for group in optimizer.param_groups for p in group["params"])
+    return not _ids(optimizer).isdisjoint(own) or stepped <= Counter(own.values())
+
+
 def _ids(optimizer: Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
-def _divisor(loss: Tensor) -> float:
-    """The number by which a loss was divided last, as by that of micro-batches; 1.0: by none."""
-    function: Any = loss.grad_fn
-    name = "" if function is None else function.name()
-    other = getattr(function, "_saved_other", None) if name in ("DivBackward0", "MulBackward0") else None
-    by: Any = other.tolist() if isinstance(other, Tensor) and other.is_cpu and not other.dim() else None
-    if not isinstance(by, int | float) or not by:
-        return 1.0
-    return by if name == "DivBackward0" else 1 / by
+def _divisor(loss: Tensor) -> tuple[float, bool]:
+    """The number by which a loss was divided in the end, as by that of micro-batches or of all tokens of a step, 1.0 if by
+    none; and whether what was divided is a sum."""
+    divisor, function, at = 1.0, cast(Any, loss.grad_fn), loss.output_nr
+    while (name := type(function).__name__) in ("DivBackward0", "MulBackward0", "ToCopyBackward0", "_DDPSinkBackward"):
+        other: Any = getattr(function, "_saved_other", 1.0)
+        if isinstance(other, Tensor):
+            other = None if other.dim() or other.requires_grad else other.tolist()
+        if not other:
+            break
+        divisor *= 1 / other if name == "MulBackward0" else other
+        function, at = function.next_functions[at]
+    return divisor, type(function).__name__ == "SumBackward0" or getattr(function, "_saved_reduction", 1) == 2

@@ -18,6 +18,7 @@ from fsdp_lab.runs.view import Awaited, RunQueries, RunState, Switch, fingerprin
 from fsdp_lab.spec.loops import WatchedLoop
 
 STOP_S = 2.0
+SAME = 5  # different batches that all ranks had, after which it is no chance
 WAITING = 256  # steps whose checksums are kept until all ranks have reported theirs
 
 
@@ -142,6 +143,7 @@ class AuditLog:
 
     replicated: (name, ranks that hold what this one does, whether the wrapper sees to it) of each parameter, once
     checksums: (step, {number in `replicated`, as text: checksum}); -1 is before the first step
+    inputs: (step, checksum of what the model was given)
     findings: as `AuditFinding.to_dict`; everywhere: likewise, certain once all ranks have said so
     """
 
@@ -153,6 +155,8 @@ class AuditLog:
         self._equal: set[str] = set()  # numbers of those that were equal once
         self._different: set[str] = set()
         self._copies = False  # all that no wrapper keeps equal was so before the first step: parts of pipelines are not
+        self._inputs: dict[int, dict[int, int]] = {}  # step -> rank -> checksum
+        self._same: set[int] | None = set()  # checksums that all ranks had in one step; None: ranks differ
         self._everywhere: dict[tuple[str, str], dict[int, AuditFinding]] = {}
 
     def take(self, rank: int, report: Mapping[str, Any]) -> None:
@@ -162,6 +166,10 @@ class AuditLog:
             said[rank] = found
             if len(said) == self._world_size:
                 self.findings.append(max(said.values(), key=lambda f: f.step))
+        for step, checksum in report.get("inputs", ()):
+            self._inputs.setdefault(step, {})[rank] = checksum
+            if len(self._inputs[step]) == self._world_size:
+                self.findings += self._compare_inputs(step, set(self._inputs.pop(step).values()))
         if "replicated" in report:
             self._replicated[rank] = report["replicated"]
         for step, sums in report.get("checksums", ()):
@@ -170,6 +178,14 @@ class AuditLog:
                 self.findings += self._compare(step, self._sums.pop(step))
         for step in sorted(self._sums)[:-WAITING]:
             del self._sums[step]
+
+    def _compare_inputs(self, step: int, checksums: set[int]) -> Iterator[AuditFinding]:
+        """Batches that are the same in each step, as of a benchmark, are meant to be."""
+        self._same = None if self._same is None or len(checksums) > 1 else self._same | checksums
+        if self._same is not None and len(self._same) == SAME:
+            what = f"in {SAME} steps all ranks had one and the same batch: more ranks learn no more"
+            self._same = None
+            yield AuditFinding(kind=AuditKind.SAME_DATA, parameter="", rank=0, step=step, what=what)
 
     def _compare(self, step: int, sums: Mapping[int, Mapping[str, int]]) -> Iterator[AuditFinding]:
         for i in [i for i in sums[0] if i not in self._different]:

@@ -53,15 +53,16 @@ def group() -> None:
 
 
 def plain(tell: Told) -> None:
-    """One process."""
+    """One process, and two micro-batches, of which the gradients are summed."""
     model = GPT()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for (ids,) in loader():
         optimizer.zero_grad()
-        _, loss = model(ids, ids)
-        loss.backward()
+        losses = [model(part, part)[1] for part in ids.split(2)]
+        for loss in losses:
+            loss.backward()
         optimizer.step()
-        tell(loss.item())
+        tell(sum(loss.item() for loss in losses) / 2)
 
 
 def nanogpt(tell: Told) -> None:
@@ -154,7 +155,9 @@ def _small_llama() -> Any:
 
 def _texts() -> list[dict[str, list[int]]]:
     rows = torch.randint(0, VOCABULARY, (64, 16)).tolist()
-    return [{"input_ids": row, "labels": row, "attention_mask": [1] * len(row)} for row in rows]
+    labels = [[-100] * (i % 8) + row[i % 8 :] for i, row in enumerate(rows)]
+    ones = [1] * len(rows[0])
+    return [{"input_ids": row, "labels": own, "attention_mask": ones} for row, own in zip(rows, labels, strict=True)]
 
 
 def _log(tell: Told) -> Any:
@@ -169,13 +172,13 @@ def _log(tell: Told) -> Any:
 
 
 def trainer(tell: Told, *callbacks: Any) -> None:
-    """transformers' Trainer, under DDP."""
+    """transformers' Trainer, under DDP, with micro-batches of which the losses are parts of the step's."""
     from transformers import Trainer, TrainingArguments, default_data_collator
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder, max_steps=STEPS, per_device_train_batch_size=4, logging_steps=1, report_to=[], use_cpu=True,
-            save_strategy="no", disable_tqdm=True,
+            save_strategy="no", disable_tqdm=True, gradient_accumulation_steps=2,
         )  # fmt: skip
         parts = {
             "train_dataset": _texts(),
@@ -201,8 +204,8 @@ def sft(tell: Told) -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments = SFTConfig(
             folder, max_steps=STEPS, per_device_train_batch_size=4, logging_steps=1, report_to=[], use_cpu=True,
-            save_strategy="no", disable_tqdm=True, packing=False, max_length=16, eos_token=None,
-            gradient_checkpointing=False, bf16=False,
+            save_strategy="no", disable_tqdm=True, gradient_accumulation_steps=2, packing=False, max_length=16,
+            eos_token=None, gradient_checkpointing=False, bf16=False,
         )  # fmt: skip
         rows = Dataset.from_list([{"input_ids": row["input_ids"]} for row in _texts()])
         tokens = _tokenizer()

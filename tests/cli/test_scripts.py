@@ -61,6 +61,7 @@ def test_a_script_as_it_is(name: str, tmp_path: Path) -> None:
     assert (
         run.state.value == "finished" and f"watched {len(losses)} steps of" in ended.stderr and run.id in ended.stderr
     )
+    assert run.audit().done and not run.audit(), run.audit()
     events = [event for step in steps for event in step.events]
     assert len(events) == len(by_rank) * len(losses)
     assert name == "closure" or all(e.tokens > 0 for e in events)
@@ -108,6 +109,9 @@ ODD: dict[str, tuple[str, int, int | None, str, str]] = {
                 "t.join()", 0, 5, "finished", "watched 5 steps"),
     "found_twice": ("twice = torch.nn.Sequential(model); model.forward = model.forward; train(twice)", 0, 4, "finished",
                     "watched 4 steps of Sequential"),
+    "copies": ("optimizer = torch.optim.SGD([p.detach().clone().requires_grad_() for p in model.parameters()], lr=0.1)\n"
+               "for _ in range(4): model(torch.ones(2, 4)).sum().backward(); optimizer.step()", 0, 3, "finished",
+               "The optimizer steps tensors that are none of the model's"),
     "own_hook": ("sys.excepthook = lambda *_: print('mine'); train(); raise OSError", 1, 4, "failed", "watched 4 steps"),
 }  # fmt: skip
 

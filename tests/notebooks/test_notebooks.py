@@ -46,7 +46,7 @@ def losses(text: str) -> list[str]:
 
 
 def test_they_are_saved_small_and_static_and_link_to_what_is_there() -> None:
-    assert [name[:2] for name in NAMES] == [*(f"{number:02}" for number in range(12)), "te"]
+    assert [name[:2] for name in NAMES] == [*(f"{number:02}" for number in range(13)), "te"]
     for name in NAMES:
         cells = saved(NOTEBOOKS / name)
         assert (NOTEBOOKS / name).stat().st_size < 300_000
@@ -116,7 +116,8 @@ def run(nbformat: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
 
     with client.setup_kernel():
         yield execute
-        execute(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("import kept; kept.labs[0].close()")]))
+        close = nbformat.v4.new_code_cell("import kept; [one.close() for one in kept.labs]")
+        execute(nbformat.v4.new_notebook(cells=[close]))
 
 
 def solved_loop(nbformat: Any, notebook: Any) -> list[Any]:
@@ -147,6 +148,8 @@ TOLD: dict[str, list[str]] = {
     NAMES[10]: [r"Not yet\. DataParallel", r"Not yet\. Zero1", r"Not yet\. Zero2", r"Not yet\. FullyShard",
                 r"Not yet\. Overlapped", r"Passed\. TinyFSDP and fsdp2: equal bit for bit"],
     NAMES[11]: ["Each rank holds whole gradients"],
+    NAMES[12]: ["all wait for rank 1, which waits for its input", "in no optimizer +4.weight, 4.bias", "same batches on all",
+                "watched 30 steps of Sequential under ddp on 2 ranks", "nothing found"],
 }  # fmt: skip
 
 
@@ -164,7 +167,7 @@ def test_it_runs_from_top_to_bottom(nbformat: Any, run: Callable[[Any], str], na
     told = run(notebook)
     missing = [pattern for pattern in TOLD[name] if not re.search(pattern, told)]
     assert not missing, told
-    assert told.count("Not yet. ") == {NAMES[0]: 0, NAMES[10]: 5}.get(name, 1), "the gaps are empty"
+    assert told.count("Not yet. ") == {NAMES[0]: 0, NAMES[10]: 5, NAMES[12]: 0}.get(name, 1), "the gaps are empty"
     if name == NAMES[2]:
         assert len(losses(told)) == 2 and len(set(losses(told))) == 1, "the same work under another sharding"
     elif name == NAMES[6]:

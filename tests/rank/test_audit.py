@@ -17,6 +17,7 @@ from torch import Tensor, distributed as dist, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -57,12 +58,12 @@ Make = Callable[[], Loop]
 
 def watched(loop: Loop, steps: int, host: Any = None, messages: Messages | None = None) -> Messages:
     told: Messages = [] if messages is None else messages
-    watch = Watch(loop.model, loop.optimizers, host or plain_host(loop.model, told.append), flops=False)
+    watch = Watch(loop.model, loop.optimizers, host or plain_host(loop.model, told.append), flops=False, copies=True)
     with mock.patch.object(watch_module, "LEDGER_STEP", steps), watch:
         for i in range(steps):
             with watch.step():
                 loop.step(i)
-    assert told[-1]["end"]["notes"] == [], "the audit is still there"
+    assert told[-1]["end"]["notes"] == [], told[-1]["end"]["notes"]
     return told
 
 
@@ -462,7 +463,8 @@ def wrapped(how: str, model: Any, **options: Any) -> Any:
 
 def own_data(model: Any, *optimizers: optim.Optimizer, **options: Any) -> Loop:
     """Each rank has batches of its own."""
-    return fit(model, *optimizers, output=lambda i: model(batch(2 * i + dist.get_rank())), **options)
+    dtype = next(model.parameters()).dtype
+    return fit(model, *optimizers, output=lambda i: model(batch(2 * i + dist.get_rank(), dtype)), **options)
 
 
 def sharded(how: str) -> Make:
@@ -522,7 +524,42 @@ def rows(factor: int) -> Make:
 
 
 def bf16_shards(how: str) -> Make:
-    return lambda: fit(m := wrapped(how, mlp().to(BF16)), adamw(m, 1e-5))
+    return lambda: own_data(m := wrapped(how, mlp().to(BF16)), adamw(m, 1e-5))
+
+
+def gathered_by_a_property(asks: bool) -> Loop:
+    """Of a sharded layer, in each forward and in full. `asks`: its type is to be gathered in another form, as fp8."""
+    model, mesh = seeded(linear(), nn.Tanh), init_device_mesh("cpu", (dist.get_world_size(),))
+    for name, p in list(model[0].named_parameters()):
+        model[0]._parameters[name] = shard = nn.Parameter(distribute_tensor(p.data, mesh, [Shard(0)]))
+        if asks:
+            shard._local_tensor.fsdp_pre_all_gather = None  # type: ignore[attr-defined]
+    whole: Any = lambda name: property(lambda layer: layer._parameters[name].full_tensor())  # noqa: E731
+    model[0].__class__ = type("Gathering", (nn.Linear,), {name: whole(name) for name in ("weight", "bias")})
+    return own_data(model, adamw(model))
+
+
+def accumulated(how: str, waits: bool) -> Make:
+    """Two micro-batches for an update."""
+
+    def make() -> Loop:
+        model = wrapped(how, mlp())
+        set_to = getattr(model, "set_requires_all_reduce", lambda on: setattr(model, "require_backward_grad_sync", on))
+
+        def first(i: int) -> None:
+            set_to(not waits)
+            model(batch(i + 99 * dist.get_rank())).square().mean().backward()
+            set_to(True)
+
+        return own_data(model, adamw(model), before=first)
+
+    return make
+
+
+def an_optimizer_of_what_was_replaced() -> Loop:
+    """Adapters do not move, as where they are placed or sharded after it was made. While B is zero, A's gradient is."""
+    one = adamw(trained(model := seeded(LoRA, LoRA)))
+    return own_data(wrapped("fsdp2", model), one, keep=True)
 
 
 DIFFER, LORA = AuditKind.REPLICAS_DIFFER, {f"{i}.lora_{x}" for i in range(2) for x in "AB"}
@@ -532,6 +569,12 @@ TABLES: dict[int, dict[str, tuple[Make, AuditKind | None, set[str]]]] = {
         "adapters beside the engine": (adapters_beside_shards("lab"), DIFFER, LORA),
         "no wrapper": (plain(averaged=False), DIFFER, EVERY),
         "no_sync for ever": (never_synchronised, DIFFER, EVERY),
+        "a form that is ignored": (
+            lambda: gathered_by_a_property(True), AuditKind.FORM_IGNORED, {"0.weight", "0.bias"}),
+        "reduced often": (accumulated("ddp", False), AuditKind.REDUCED_OFTEN, EVERY),
+        "same batches": (lambda: fit(m := wrapped("ddp", mlp()), adamw(m)), AuditKind.SAME_DATA, {""}),
+        "replaced": (an_optimizer_of_what_was_replaced, AuditKind.NOT_IN_OPTIMIZER, {"0.lora_B", "1.lora_B"}),
+        "a wrapper that is bypassed": (lambda: own_data(wrapped("ddp", m := mlp()).module, adamw(m)), DIFFER, EVERY),
         "a shut gate": (rows(0), AuditKind.ZERO_GRADIENT, {"0.weight", "1.weight"}),
         **{f"bf16 {how}": (bf16_shards(how), LOST, EVERY - {"2.bias"}) for how in ("fsdp1", "fsdp1 flat", "fsdp2", "lab")},
         **{how: (sharded(how), None, set()) for how in
@@ -539,9 +582,13 @@ TABLES: dict[int, dict[str, tuple[Make, AuditKind | None, set[str]]]] = {
         "averaged by hand": (plain(averaged=True), None, set()),
         "experts": (experts_of_each_rank, None, set()),
         "rows of one rank": (rows(1), None, set()),
+        "gathered by a property": (lambda: gathered_by_a_property(False), None, set()),
+        "reduced once": (accumulated("ddp", True), None, set()),
     },
     4: {
         "no all-reduce": (never_reduced_between_replicas, NONE, EVERY),
+        "reduced often": (accumulated("fsdp2 hybrid", False), AuditKind.REDUCED_OFTEN, EVERY),
+        "reduced once": (accumulated("fsdp2 hybrid", True), None, set()),
         **{how: (sharded(how), None, set()) for how in ("fsdp1 hybrid", "fsdp2 hybrid", "lab hybrid")},
     },
 }  # fmt: skip

@@ -6,6 +6,10 @@ beside the gradients that are there after it. What the loop moves by hand, as a 
 looked at are the first step, in which zeros that adapters begin with make gradients zero, and ledger steps; and not judged
 are updates that a loss scaler prevents.
 
+Note: what is looked at besides, before step `LATER`. Whether ranks get batches of their own. Whether replicas are reduced
+once for an update: under DDP, and between replicas of FSDP2, more often only costs time; of shards it saves memory, and
+cannot be told from what is meant. Not looked at: whether clipping, noise and divisors are right.
+
 Note: when an update counts as lost. Where an element has a gradient, and its bits stay. In bf16 and fp16 this is said of a
 parameter of which half of such elements stay in several looks, unless the learning rate still rises, or elements move that
 rounding to nearest would keep (stochastic rounding, compensated sums). In fp32 only an update that gradient and learning
@@ -14,6 +18,7 @@ be lost.
 
 Note: a GPU. Samples stay on it until the watch has waited for it, and calls `read`. Nothing here waits in a step."""
 
+import math
 import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -24,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_lab.base.events import AuditFinding, AuditKind
+from fsdp_lab.base.tensors import tensors_in
 from fsdp_lab.rank.watch.found import HeldParameter, PlainModel
 
 RUNS, RUN = 8, 16  # of neighbouring elements, in a look at a parameter: one line of a cache each
@@ -101,7 +107,10 @@ class UpdateAudit:
         self._ends: deque[bool] = deque(maxlen=SKIPPED_OF[1])  # of steps that were read: whether it was skipped
         self._compensating: set[int] = set()  # ids of optimizers that keep what rounding would lose
         self._told: set[tuple[AuditKind, str]] = set()
-        self._news: dict[str, list[Any]] = {"findings": [], "everywhere": [], "checksums": []}
+        self._reducing: list[set[int]] = []  # ids of what each backward of this step reduces
+        self._often = 0  # steps in sequence in which something was reduced in each
+        self._inputs: dict[int, Tensor] = {}  # by step, of those that were not read yet
+        self._news: dict[str, list[Any]] = {"findings": [], "everywhere": [], "checksums": [], "inputs": []}
 
     def begin(self) -> None:
         """Before the first step; waits for the device."""
@@ -112,12 +121,16 @@ class UpdateAudit:
             kept.number = str(number)
         self._news["replicated"] = [[k.held.name, k.held.replicas, k.held.synchronised] for k in copies]
         self._sum(-1, copies, [_sample(kept.held.values(), 0).cpu() for kept in copies])
+        for kept in (kept for kept in self._all if kept.held.is_gathered_in_full):
+            self._tell(AuditKind.FORM_IGNORED, kept, 0, "its type asks for a form of its own, and is not asked for it")
+        groups = self._found.setup().groups  # if gradients are summed over all ranks, each is to have its own data
+        self._splits_data = math.prod(group.size() for group in groups) == self._world_size > 1
 
     # -- in a step ----------------------------------------------------------------------------------------------------
 
     def begin_step(self, number: int, *, active: bool) -> None:
         self._step, self._active = number, active and number > 0 and bool(self._optimizers)
-        self._open, self._stepped, self._turn = {}, [], []
+        self._open, self._stepped, self._turn, self._reducing = {}, [], [], []
         if not self._active or (number >= LATER and number % EVERY):
             return
         if number == LATER or self._groups != self._sizes():
@@ -126,6 +139,18 @@ class UpdateAudit:
         count = min(several, LEAST if number >= LATER else max(LEAST, -(-several // PERIOD)))
         self._turn = [self._watched[(self._next + i) % several] for i in range(count)]
         self._next += count
+
+    def forward(self, inputs: Any) -> None:
+        """A forward of the model begins; of those of a step the first counts."""
+        if self._splits_data and self._active and self._step < LATER and self._step not in self._inputs:
+            plain = (t.detach() for t in tensors_in(inputs) if type(t) is Tensor and t.layout is torch.strided)
+            if (largest := max(plain, key=Tensor.numel, default=None)) is not None:
+                self._inputs[self._step] = _sample(largest, 0).clone()
+
+    def backward(self) -> None:
+        """A backward begins; a step may have several."""
+        if self._active and self._step < LATER:
+            self._reducing.append(self._found.reducing())
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._turn:
@@ -171,6 +196,7 @@ class UpdateAudit:
         if not self._active or not (updated or backward):
             return
         if updated:
+            self._judge_reducing()
             skipped = [look.skipped for look in self._looks if look.step == self._step and look.skipped is not None]
             self._endings.append((self._step, skipped[-1] == 0 if skipped else True))
             return
@@ -178,6 +204,14 @@ class UpdateAudit:
         left = torch.cat([_sample(g, self._step).float() for g in some]) if some else torch.zeros(1)
         # Gradients that stay are being accumulated.
         self._endings.append((self._step, torch.isfinite(left).all() & (left != 0).any()))
+
+    def _judge_reducing(self) -> None:
+        often = set.intersection(*self._reducing) if len(self._reducing) > 1 else set()
+        self._often = self._often + 1 if often else 0
+        for kept in self._all if self._often == LOOKS else ():
+            if often.intersection(kept.held.ids) and kept.trained:
+                what = f"its gradient is reduced over the replicas {len(self._reducing)} times for one update"
+                self._tell(AuditKind.REDUCED_OFTEN, kept, self._step, what)
 
     def _look_at_strangers(self) -> None:
         """At the parameters that no optimizer has, before the first one steps; always at the same elements."""
@@ -224,6 +258,8 @@ class UpdateAudit:
         looks, self._looks = self._looks, []
         for look in looks:
             self._judge(look)
+        inputs, self._inputs = self._inputs, {}
+        self._news["inputs"] += [[step, _checksum(t.cpu())] for step, t in inputs.items()]
         endings, self._endings = self._endings, []
         for step, goes_on in endings:
             self._ends.append(not goes_on)
@@ -319,8 +355,8 @@ class UpdateAudit:
     # -- what is reported ---------------------------------------------------------------------------------------------
 
     def _sum(self, step: int, some: Iterable[_Kept], samples: Iterable[Tensor]) -> None:
-        pairs = ((kept.number, t.contiguous()) for kept, t in zip(some, samples, strict=True) if kept.number)
-        sums = {number: zlib.crc32(t.view(torch.uint8).numpy().data) for number, t in pairs}
+        pairs = ((kept.number, t) for kept, t in zip(some, samples, strict=True) if kept.number)
+        sums = {number: _checksum(t) for number, t in pairs}
         checksums = self._news["checksums"]
         if checksums and checksums[-1][0] == step:
             checksums[-1][1].update(sums)
@@ -336,13 +372,18 @@ class UpdateAudit:
 
     def report(self) -> dict[str, Any]:
         """What is new, as an `AuditLog` takes it; empty if nothing is."""
-        news, self._news = self._news, {"findings": [], "everywhere": [], "checksums": []}
+        news, self._news = self._news, {"findings": [], "everywhere": [], "checksums": [], "inputs": []}
         return {name: value for name, value in news.items() if value or name == "replicated"}  # that is told once
 
     def close(self) -> None:
         for kept in self._all:
             if kept.hook is not None:
                 kept.hook.remove()
+
+
+def _checksum(t: Tensor) -> int:
+    """Of a vector; one of a tensor's subclass is joined with nothing to make a plain one of it."""
+    return zlib.crc32(torch.cat([t]).view(torch.uint8).numpy().data)
 
 
 def _sample(t: Tensor, step: int) -> Tensor:

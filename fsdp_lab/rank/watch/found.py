@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules import module as modules
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from fsdp_lab import engine
@@ -70,6 +71,13 @@ class HeldParameter:
     shape: torch.Size | None = None  # the whole parameter's, where the holder does not say it
     replicas: tuple[int, ...] = ()
     synchronised: bool = False
+
+    @property
+    def is_gathered_in_full(self) -> bool:
+        """By a parametrization, though the shard's type asks for a form of its own (`fsdp_pre_all_gather`)."""
+        of_class = getattr(type(self.module), self.name.rpartition(".")[2], None)
+        is_made = isinstance(self.module, ParametrizationList) or isinstance(of_class, property)
+        return is_made and hasattr(getattr(self.holder, "_local_tensor", None), "fsdp_pre_all_gather")
 
     def values(self) -> Tensor:
         return self._own(local_tensor(self.holder))
@@ -174,7 +182,8 @@ class PlainModel(Measured):
         for path, p in self.module.named_parameters():
             owner = self.module.get_submodule(path.rpartition(".")[0])
             group = groups.get(id(p))
-            replicas = world if id(p) not in groups else tuple(dist.get_process_group_ranks(group)) if group else ()
+            own = world if not isinstance(p, DTensor) or all(one.is_replicate() for one in p.placements) else ()
+            replicas = own if id(p) not in groups else tuple(dist.get_process_group_ranks(group)) if group else ()
             name = original_name(path.removeprefix("module.") if self.backend == "ddp" else path)
             held += self._held(name, owner, p, replicas=replicas, synchronised=group is not None)
         return held
@@ -185,6 +194,10 @@ class PlainModel(Measured):
     def _replicating(self) -> dict[int, dist.ProcessGroup | None]:
         """By the id of each parameter that the wrapper takes care of: the group in which it keeps copies equal, if any."""
         return {}
+
+    def reducing(self) -> set[int]:
+        """Ids of parameters that a backward now would reduce over their replicas, though to wait would cost no memory."""
+        return set()
 
     def name_units(self, context: WireContext) -> None:
         """Tells the wire the unit of each collective from now on."""
@@ -228,6 +241,9 @@ class FoundDDP(PlainModel):
         own = (p for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore)
         return dict.fromkeys(map(id, own), ddp.process_group)
 
+    def reducing(self) -> set[int]:
+        return set(self._replicating()) if self.module.require_backward_grad_sync else set()
+
     def resident_bytes(self) -> int:
         """The buckets."""
         return sum(p.nbytes for p in self.module.parameters() if p.requires_grad)
@@ -262,6 +278,11 @@ class FoundFSDP2(FSDP2Tensors, PlainModel):
             copies = None if info.replicate_mesh_dim is None else info.replicate_process_group
             found |= dict.fromkeys((id(p.sharded_param) for p in group.fsdp_params), copies)
         return found
+
+    def reducing(self) -> set[int]:
+        groups = [g for g in fsdp2._param_groups(self.module) if g.reduce_grads and g.all_reduce_grads]
+        hybrid = (g for g in groups if g.mesh_info.replicate_mesh_dim is not None)
+        return {id(p.sharded_param) for g in hybrid for p in g.fsdp_params}
 
     def name_units(self, context: WireContext) -> None:
         for name, m in reversed([*self.module.named_modules()]):  # of a unit's modules the first names it

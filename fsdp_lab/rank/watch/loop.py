@@ -121,8 +121,10 @@ class Watch:
         hang_s: float | None = None,
         report_to: str | Sequence[str] | None = None,
         audit: bool = True,
+        copies: bool = False,
     ) -> None:
-        """`report_to`: trackers to which whoever receives its messages is to report."""
+        """`report_to`: trackers to which whoever receives its messages is to report. `copies`: the optimizers may step what
+        is none of the model's, as fp32 copies, or what its parameters once were."""
         for name, value in (("tokens", tokens), ("ledger_every", ledger_every), ("trace_every", trace_every)):
             if value is not None:
                 check_whole(name, value)
@@ -153,7 +155,7 @@ class Watch:
         self._ledger_due, self._skipped = True, 0
         self._audits, self._audit_ended = audit, ""
         self._audit: UpdateAudit | None = None
-        for one in self._found.optimizers:
+        for one in () if copies else self._found.optimizers:
             self._check(one)
 
     # -- begin and end ------------------------------------------------------------------------------------------------
@@ -265,7 +267,7 @@ class Watch:
         root = self._found.module
         before: Any = torch.compiler.disable(self._before_forward)  # type: ignore[no-untyped-call]
         after: Any = torch.compiler.disable(self._after_forward)  # type: ignore[no-untyped-call]
-        self._handles += [root.register_forward_pre_hook(before), root.register_forward_hook(after)]
+        self._handles += [root.register_forward_pre_hook(before, with_kwargs=True), root.register_forward_hook(after)]
         for optimizer in self._found.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(lambda one, *_: self._before_update(one)))
             self._handles.append(optimizer.register_step_post_hook(lambda one, *_: self._after_update(one)))
@@ -288,11 +290,12 @@ class Watch:
             hint = f"make it from model.parameters() after the model was sharded, or {watched}"
             raise ArgumentError("optimizer", f"{strange} of its tensors are no parameters of this model", hint)
 
-    def _before_forward(self, *_: Any) -> None:
+    def _before_forward(self, _: nn.Module, *inputs: Any) -> None:
         if self._given is None:
             self._host.progress.place = LoopPlace.FORWARD
         elif torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # no evaluation, no recomputation
             self._enter(self._given, "forward")
+            self._audited(lambda audit: audit.forward(inputs))
 
     def _after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
         if self._given is None:
@@ -304,6 +307,8 @@ class Watch:
 
     def _begin_backward(self, _: Tensor) -> None:
         if self._given is not None:
+            if self._given.part != "backward":
+                self._audited(UpdateAudit.backward)
             self._given.backward = True
             self._enter(self._given, "backward")
 
