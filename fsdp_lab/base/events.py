@@ -262,7 +262,8 @@ class StepEvent:
     # Of `exposed_comm_s`, the time in which another rank had not issued the collective yet: (rank, seconds). Known where
     # ranks share memory; elsewhere it is not told from the transfer.
     late: tuple[tuple[int, float], ...] = ()
-    # Seconds of the main thread outside of waits for collectives: "forward", "backward", "optimizer", and "" between these.
+    # Seconds of the main thread outside of waits for collectives: "forward", "backward", "optimizer", "input", "checkpoint",
+    # "evaluation", and "" between these.
     part_s: Mapping[str, float] = field(default_factory=dict)
     recompiled: tuple[str, ...] = ()  # by torch.compile in this step: the guard that failed, of each, as far as known
 

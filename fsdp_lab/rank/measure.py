@@ -36,6 +36,7 @@ from fsdp_lab.rank.tracing import ClockOffset, StepTrace
 from fsdp_lab.wire import Collective, WireContext, across, exposed, traffic, waits
 
 GUARD_CHARACTERS = 200  # kept of one
+_COMPUTES = ("forward", "backward", "optimizer")
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -153,10 +154,10 @@ class StepMeter:
                 self._streams.synchronize()
 
     def part(self, name: str) -> None:
-        """Begin the next part of the step: "forward", "backward" or "optimizer"; "": none."""
+        """Begin the next part of the step: "forward", "backward" or "optimizer"; "": none; or one of the script."""
         self._parts.append((time.perf_counter(), name))
         if self._trace is not None:
-            self._trace.begin(name)
+            self._trace.begin(name if name in _COMPUTES else "")
 
     def before_update(self) -> None:
         """Call it while the gradients exist."""
