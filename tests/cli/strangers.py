@@ -350,9 +350,9 @@ def compiled(tell: Told) -> None:
 class Slow(nn.Module):
     """A layer that takes `seconds` longer."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layer, self.seconds = nn.Linear(64, 64), seconds
+        self.layer, self.seconds = nn.Linear(64, 64), 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(self.seconds)
@@ -360,41 +360,14 @@ class Slow(nn.Module):
 
 
 class Rows(torch.utils.data.Dataset[Tensor]):
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    seconds = 0.0
 
     def __len__(self) -> int:
-        return 40
+        return 10_000
 
     def __getitem__(self, i: int) -> Tensor:
         time.sleep(self.seconds)
         return torch.randn(64)
-
-
-def late(tell: Told) -> None:
-    """FSDP2 with faults, given as "compute=1,input=0": on which rank each step takes 30 ms longer, and in what. Tells the
-    seconds of each step."""
-    from torch.distributed.fsdp import fully_shard
-
-    group()
-    faults = dict(fault.split("=") for fault in sys.argv[3].split(",") if fault)
-    own = {what: 0.03 * (int(rank) == dist.get_rank()) for what, rank in faults.items()}
-    model = nn.Sequential(*(Slow(own.get("compute", 0.0) / 3) for _ in range(3)))
-    for part in (*model, model):
-        fully_shard(part)
-    optimizer = torch.optim.AdamW(model.parameters())
-    begin_s = time.perf_counter()
-    for x in DataLoader(Rows(own.get("input", 0.0)), batch_size=1):
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if own.get("checkpoint"):
-            with tempfile.NamedTemporaryFile() as file:
-                torch.save(Late(own["checkpoint"]), file)
-        time.sleep(own.get("host", 0.0))
-        tell(time.perf_counter() - begin_s)
-        begin_s = time.perf_counter()
-    dist.destroy_process_group()
 
 
 class Late:
@@ -406,6 +379,62 @@ class Late:
     def __getstate__(self) -> dict[str, float]:
         time.sleep(self.seconds)
         return {}
+
+
+class SlowLink:
+    """Stands for an emulated link of the lab's."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.free_s = seconds, 0.0
+
+    def reserve(self, now_s: float, *_: Any) -> float:
+        self.free_s = max(now_s, self.free_s) + self.seconds
+        return self.free_s
+
+
+def late(tell: Told) -> None:
+    """FSDP2 with faults in turn, each for as many steps: [{what takes longer: the seconds of each rank}]. Checkpoints and
+    evaluations come with every fifth step. "gloo": no memory is shared."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    segments, steps, wire = json.loads(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
+    group()
+    context: Any = dist.group.WORLD.context  # type: ignore[union-attr]
+    context.shared_memory = wire != "gloo"
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+    model, rows = nn.Sequential(*(Slow() for _ in range(3))), Rows()
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = iter(DataLoader(rows, batch_size=1))
+    for i in range(steps * len(segments)):
+        asked = segments[i // steps]
+        fault = {what: by_rank[dist.get_rank()] for what, by_rank in asked.items()}
+
+        def forward(x: Tensor, seconds: float) -> Tensor:
+            for layer in model:
+                layer.seconds = seconds / len(model)  # type: ignore[assignment]
+            return model(x)  # type: ignore[no-any-return]
+
+        if i % steps == 0:
+            context.link = SlowLink(fault["link"]) if "link" in fault else None
+        rows.seconds = 0.003 + fault.get("input", 0.0)
+        x = next(data)
+        if "evaluation" in asked and i % steps % 5 == 0:
+            with torch.no_grad():
+                forward(x, 5 * fault["evaluation"])
+        loss = forward(x, 0.04 + fault.get("compute", 0.0)).square().mean()
+        loss.backward()
+        time.sleep(fault.get("host", 0.0))
+        optimizer.step()
+        optimizer.zero_grad()
+        if fault.get("checkpoint") and i % steps % 5 == 0:
+            torch.save(Late(5 * fault["checkpoint"]), os.devnull)
+        busy_s = time.perf_counter() + fault.get("busy", 0.0)
+        while time.perf_counter() < busy_s:
+            pass
+        tell(loss.item())
+    dist.destroy_process_group()
 
 
 @contextlib.contextmanager
