@@ -275,7 +275,7 @@ class RunQueries:
     @property
     def diagnoses(self: RunView) -> tuple[Diagnosis, ...]:
         """Known troubles that its steps, or its failure, show; () for none. See `fsdp_lab.runs.diagnosis`."""
-        return diagnose(self.spec, self.events, self.cause)
+        return diagnose(self.spec, self.events, self.cause, self.audit())
 
     def blame(self: RunView, last: int = WINDOW) -> Blame:
         """Where the time of the last steps went, by rank, and who makes the others wait."""
