@@ -72,7 +72,7 @@ class Culprit:
         without = f"{self.gain:.0%} shorter" if self.gain > LEAST else "no shorter"
         next_one = f", as rank {self.following} comes next" if self.share - self.gain > LEAST else ""
         what = f"{self.share:.0%} of the time all wait for rank {self.rank}, which {WHY[self.part]}"
-        return f"{what}; without that steps were {without}{next_one}"
+        return f"{what}; without that, steps would be {without}{next_one}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -290,10 +290,10 @@ def _updates(case: _Case) -> Diagnosis | None:
         return None
     first, more = found[0], len({finding.parameter for finding in found} - {found[0].parameter})
     others = f" ({plural(more, 'other')}: run.audit())" if more else ""
-    named = f"{first.parameter}: " if first.parameter else ""
+    named = f"{first.parameter} ({first.kind.text})" if first.parameter else first.kind.text.capitalize()
     return Diagnosis(
         cause=Cause.UPDATES,
-        sentence=f"Updates are not what they should be: {named}{first.what}, seen in step {first.step}{others}.",
+        sentence=f"{named}: {first.what}, seen in step {first.step}{others}.",
         cure=f"{first.kind.hint[:1].upper()}{first.kind.hint[1:]}.",
     )
 

@@ -144,7 +144,7 @@ def test_a_rank_that_is_late_is_named_where_it_costs_much(count: int, slow_s: fl
     )
     told = found(LOOP, [replace(e, **parts[e.rank]) for e in steps(LOOP, count)])
     assert [d.cause for d in told] == [Cause.LATE] * named
-    said = "20% of the time all wait for rank 1, which waits for its input; without that steps were 20% shorter."
+    said = "20% of the time all wait for rank 1, which waits for its input; without that, steps would be 20% shorter."
     assert not told or (told[0].sentence == said and "DataLoader" in told[0].cure)
 
 
@@ -153,7 +153,10 @@ def test_what_the_audit_found_is_a_trouble() -> None:
     lost = [AuditFinding(kind=AuditKind.NOT_IN_OPTIMIZER, parameter=n, rank=0, step=3, what=what) for n in ("a", "b")]
     differ = AuditFinding(kind=AuditKind.REPLICAS_DIFFER, parameter="a", rank=1, step=0, what="it differs")
     (d,) = found(LOOP, audit=lost)
-    assert d.cause is Cause.UPDATES and f"a: {what}, seen in step 3 (1 other: run.audit())." in d.sentence
+    assert (
+        d.cause is Cause.UPDATES
+        and d.sentence == f"a (in no optimizer): {what}, seen in step 3 (1 other: run.audit())."
+    )
     assert d.cure.startswith("Give it to the optimizer")
     assert [d.cause for d in found(LOOP, audit=[differ])] == [Cause.UPDATES]
     apart = replace(LOOP, shard_size=1)
