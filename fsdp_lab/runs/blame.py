@@ -22,10 +22,11 @@ from typing import Any
 
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.base.formatting import Table, duration, plural, size
-from fsdp_lab.runs.steps import Step
+from fsdp_lab.runs.steps import EventStore, Step
 from fsdp_lab.runs.timeline import late_in_trace
 
 WINDOW = 100  # the newest steps
+TRACES = 16  # traced steps, which may be older
 LEAST = 0.03  # of the time: less is nobody's fault
 _SURE = 3.5  # standard errors: each run has some thirty chances
 
@@ -55,6 +56,7 @@ WHY = {
 
 OWN = tuple(part for part in Part if part not in (Part.TRANSFER, Part.LATE))
 _Waits = dict[int, float]  # seconds, by the rank that is waited for
+_Events = Sequence[Sequence[StepEvent]]  # of steps, of all ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +90,18 @@ class Blame:
     sent_bytes: float = 0.0
 
     @classmethod
-    def of(cls, steps: Sequence[Step]) -> Blame:
-        """Of those of the steps that are whole and count: they were not slowed by measuring."""
+    def newest(cls, events: EventStore, last: int = WINDOW) -> Blame:
+        """Of the last steps of a run."""
+        return cls.of(events.last_steps(last), events.traced()[-TRACES:])
+
+    @classmethod
+    def of(cls, steps: Sequence[Step], traced: Sequence[Step] = ()) -> Blame:
+        """Of those of the steps that are whole and count: they were not slowed by measuring. `traced`: steps of the same run
+        that tell who was late, where most of these do not."""
         whole = [step.events for step in steps if step.is_whole and all(event.counts for event in step.events)]
         ranks = [event.rank for event in whole[0]] if whole else []
-        waits = _waits(whole)
+        alike = [s.events for s in traced if s.is_whole and whole and s.spec_id == whole[0][0].spec_id]
+        waits = _waits(whole, alike or whole)
         parts = {
             rank: [_parts(events[i], waits[rank][n]) for n, events in enumerate(whole)] for i, rank in enumerate(ranks)
         }
@@ -173,10 +182,10 @@ _NOUN = {
 }
 
 
-def _waits(steps: Sequence[Sequence[StepEvent]]) -> dict[int, list[_Waits]]:
+def _waits(steps: _Events, traces: _Events) -> dict[int, list[_Waits]]:
     """Rank -> of each step, its waits for others: no longer than its exposed communication, where that is known."""
     told = any(event.late for events in steps for event in events)
-    traced = [] if told else [(events, row) for events in steps if (row := late_in_trace(events))]
+    traced = [] if told else [(events, row) for events in traces if (row := late_in_trace(events))]
     found: dict[int, list[_Waits]] = {}
     for i, rank in enumerate(event.rank for event in (steps[0] if steps else ())):
         mean: _Waits = _mean([row[rank] for _, row in traced])

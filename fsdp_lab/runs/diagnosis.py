@@ -14,7 +14,7 @@ from typing import Any
 from fsdp_lab.base.errors import Cause
 from fsdp_lab.base.events import AuditFinding, AuditKind, Memory, StepEvent, Track
 from fsdp_lab.base.formatting import median_known, plural, size
-from fsdp_lab.runs.blame import Blame, Part
+from fsdp_lab.runs.blame import TRACES, Blame, Part
 from fsdp_lab.runs.steps import EventStore, Step
 from fsdp_lab.spec.loops import Trained
 from fsdp_lab.spec.spec import Spec, Strategy
@@ -94,7 +94,8 @@ def diagnose(
     `audit`: what that of its updates found."""
     spec_id = spec.id  # a property that is computed at each access
     steps = [s for s in events.last_steps(WINDOW) if s.spec_id == spec_id]
-    found = [find(_Case(spec=spec, steps=steps, audit=audit)) for find in _FINDERS]
+    case = _Case(spec=spec, steps=steps, traced=events.traced()[-TRACES:], audit=audit)
+    found = [find(case) for find in _FINDERS]
     if failure in _FAILURES and (failure is not Cause.LOADING or spec.world_size > 1):
         sentence, cure = _FAILURES[failure]
         found.insert(0, Diagnosis(cause=failure, sentence=sentence, cure=cure))
@@ -107,6 +108,7 @@ class _Case:
 
     spec: Trained
     steps: Sequence[Step]  # whole ones, under this Spec
+    traced: Sequence[Step] = ()
     audit: Sequence[AuditFinding] = ()
 
     @property
@@ -299,7 +301,7 @@ def _updates(case: _Case) -> Diagnosis | None:
 
 
 def _late(case: _Case) -> Diagnosis | None:
-    blame = Blame.of(case.counted)
+    blame = Blame.of(case.counted, case.traced)
     culprits = [culprit for culprit in blame.culprits if culprit.share > LATE_SHARE]
     if blame.steps < LATE_STEPS or not culprits:
         return None

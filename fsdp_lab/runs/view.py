@@ -279,7 +279,7 @@ class RunQueries:
 
     def blame(self: RunView, last: int = WINDOW) -> Blame:
         """Where the time of the last steps went, by rank, and who makes the others wait."""
-        return Blame.of(self.events.last_steps(last))
+        return Blame.newest(self.events, last)
 
     def table(self: RunView, last: int = 10) -> Table:
         """The last steps, one row each, over all ranks. Notes name the last evaluation and the best one."""

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -381,17 +382,6 @@ class Late:
         return {}
 
 
-class SlowLink:
-    """Stands for an emulated link of the lab's."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.free_s = seconds, 0.0
-
-    def reserve(self, now_s: float, *_: Any) -> float:
-        self.free_s = max(now_s, self.free_s) + self.seconds
-        return self.free_s
-
-
 def late(tell: Told) -> None:
     """FSDP2 with faults in turn, each for as many steps: [{what takes longer: the seconds of each rank}]. Checkpoints and
     evaluations come with every fifth step. "gloo": no memory is shared."""
@@ -417,7 +407,8 @@ def late(tell: Told) -> None:
             return model(x)  # type: ignore[no-any-return]
 
         if i % steps == 0:
-            context.link = SlowLink(fault["link"]) if "link" in fault else None
+            context.link = SimpleNamespace(reserve=lambda now_s, *_: now_s) if "link" in fault else None
+            context.wait_link = partial(lambda seconds, _: time.sleep(seconds), fault.get("link", 0.0))
         rows.seconds = 0.003 + fault.get("input", 0.0)
         x = next(data)
         if "evaluation" in asked and i % steps % 5 == 0:

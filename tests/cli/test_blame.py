@@ -102,14 +102,11 @@ def test_each_fault_is_named_with_its_share_and_clean_runs_blame_nobody(tmp_path
     found = blamed(faults, "shared", tmp_path)
     check(faults, found, 0.08)
     link, clean = found[list(FAULTS).index("link")], found[len(FAULTS) :]
-    exposed_s = [fmean(p[Part.TRANSFER] + p[Part.LATE] for p in blame.seconds.values()) for blame in (link, *clean)]
+    took_s = [fmean(parts[Part.TRANSFER] for parts in blame.seconds.values()) for blame in (link, *clean)]
     step_s = fmean(sum(parts.values()) for parts in link.seconds.values())
-    assert (exposed_s[0] - median(exposed_s[1:])) / step_s == pytest.approx(2 * 0.025 / step_s, abs=0.1)
-    assert (
-        link.share(Part.TRANSFER) > 3 * link.share(Part.LATE)
-        and "2 collectives a step, of 36.6 KiB and 2" in link.sentence
-    )
-    assert not link.culprits and "No rank makes the others wait" in link.sentence
+    assert (took_s[0] - median(took_s[1:])) / step_s == pytest.approx(2 * 0.025 / step_s, abs=0.05)
+    assert "No rank makes the others wait" in link.sentence
+    assert "2 collectives a step, of 36.6 KiB and" in link.sentence
 
 
 @pytest.mark.slow
