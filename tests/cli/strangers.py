@@ -348,16 +348,12 @@ def compiled(tell: Told) -> None:
         tell(loss.item())
 
 
-class Slow(nn.Module):
-    """A layer that takes `seconds` longer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.seconds = nn.Linear(64, 64), 0.0
+class Slow(nn.Linear):
+    seconds = 0.0  # that all of them take longer
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(self.seconds)
-        return self.layer(x).relu()  # type: ignore[no-any-return]
+        return super().forward(x).relu()
 
 
 class Rows(torch.utils.data.Dataset[Tensor]):
@@ -371,15 +367,12 @@ class Rows(torch.utils.data.Dataset[Tensor]):
         return torch.randn(64)
 
 
-class Late:
-    """Takes so long to be saved."""
+class Late(float):
+    """Takes so many seconds to be saved."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def __getstate__(self) -> dict[str, float]:
-        time.sleep(self.seconds)
-        return {}
+    def __reduce__(self) -> Any:
+        time.sleep(self)
+        return float, ()
 
 
 def late(tell: Told) -> None:
@@ -393,28 +386,23 @@ def late(tell: Told) -> None:
     context: Any = dist.group.WORLD.context  # type: ignore[union-attr]
     context.shared_memory = wire != "gloo"
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
-    model, rows = nn.Sequential(*(Slow() for _ in range(3))), Rows()
+    model, rows = nn.Sequential(*(Slow(64, 64) for _ in range(3))), Rows()
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     data = iter(DataLoader(rows, batch_size=1))
     for i in range(steps * len(segments)):
-        asked = segments[i // steps]
-        fault = {what: by_rank[dist.get_rank()] for what, by_rank in asked.items()}
-
-        def forward(x: Tensor, seconds: float) -> Tensor:
-            for layer in model:
-                layer.seconds = seconds / len(model)  # type: ignore[assignment]
-            return model(x)  # type: ignore[no-any-return]
-
+        fault = {what: by_rank[dist.get_rank()] for what, by_rank in segments[i // steps].items()}
         if i % steps == 0:
             context.link = SimpleNamespace(reserve=lambda now_s, *_: now_s) if "link" in fault else None
             context.wait_link = partial(lambda seconds, _: time.sleep(seconds), fault.get("link", 0.0))
         rows.seconds = 0.003 + fault.get("input", 0.0)
         x = next(data)
-        if "evaluation" in asked and i % steps % 5 == 0:
+        if "evaluation" in fault and i % steps % 5 == 0:
+            Slow.seconds = 5 * fault["evaluation"] / 3
             with torch.no_grad():
-                forward(x, 5 * fault["evaluation"])
-        loss = forward(x, 0.04 + fault.get("compute", 0.0)).square().mean()
+                model(x)
+        Slow.seconds = (0.04 + fault.get("compute", 0.0)) / 3
+        loss = model(x).square().mean()
         loss.backward()
         time.sleep(fault.get("host", 0.0))
         optimizer.step()

@@ -22,15 +22,10 @@ MIB = 1 << 20
 SHARDS = Memory(parameters_bytes=10 * MIB, gradients_bytes=10 * MIB, optimizer_bytes=20 * MIB, limit_bytes=1000 * MIB)
 
 
-def found(
-    spec: Trained,
-    events: Sequence[StepEvent] = (),
-    failure: Cause | None = None,
-    audit: Sequence[AuditFinding] = (),
-) -> tuple[Diagnosis, ...]:
+def found(spec: Trained, events: Sequence[StepEvent] = (), *why: Any, **more: Any) -> tuple[Diagnosis, ...]:
     store = EventStore()
     store.add(events)
-    return diagnose(spec, store, failure, audit)
+    return diagnose(spec, store, *why, **more)
 
 
 def causes(spec: Trained, events: Sequence[StepEvent] = ()) -> list[Cause]:
@@ -153,11 +148,8 @@ def test_what_the_audit_found_is_a_trouble() -> None:
     lost = [AuditFinding(kind=AuditKind.NOT_IN_OPTIMIZER, parameter=n, rank=0, step=3, what=what) for n in ("a", "b")]
     differ = AuditFinding(kind=AuditKind.REPLICAS_DIFFER, parameter="a", rank=1, step=0, what="it differs")
     (d,) = found(LOOP, audit=lost)
-    assert (
-        d.cause is Cause.UPDATES
-        and d.sentence == f"a (in no optimizer): {what}, seen in step 3 (1 other: run.audit())."
-    )
-    assert d.cure.startswith("Give it to the optimizer")
+    assert d.sentence == f"a (in no optimizer): {what}, seen in step 3 (1 other: run.audit())."
+    assert d.cause is Cause.UPDATES and d.cure.startswith("Give it to the optimizer")
     assert [d.cause for d in found(LOOP, audit=[differ])] == [Cause.UPDATES]
     apart = replace(LOOP, shard_size=1)
     exchanged = {"all_gather": Traffic(calls=1, link_bytes=64, exposed_seconds=0.0)}
