@@ -409,9 +409,6 @@ def late(tell: Told) -> None:
         optimizer.zero_grad()
         if fault.get("checkpoint") and i % steps % 5 == 0:
             torch.save(Late(5 * fault["checkpoint"]), os.devnull)
-        busy_s = time.perf_counter() + fault.get("busy", 0.0)
-        while time.perf_counter() < busy_s:
-            pass
         tell(loss.item())
     dist.destroy_process_group()
 
