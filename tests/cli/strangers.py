@@ -368,10 +368,8 @@ class Rows(torch.utils.data.Dataset[Tensor]):
 
 
 class Late(float):
-    """Takes so many seconds to be saved."""
-
     def __reduce__(self) -> Any:
-        time.sleep(self)
+        time.sleep(self)  # so long it takes to be saved
         return float, ()
 
 
@@ -402,8 +400,7 @@ def late(tell: Told) -> None:
             with torch.no_grad():
                 model(x)
         Slow.seconds = (0.04 + fault.get("compute", 0.0)) / 3
-        loss = model(x).square().mean()
-        loss.backward()
+        (loss := model(x).square().mean()).backward()
         time.sleep(fault.get("host", 0.0))
         optimizer.step()
         optimizer.zero_grad()
