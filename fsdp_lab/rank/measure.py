@@ -36,8 +36,8 @@ from fsdp_lab.rank.tracing import ClockOffset, StepTrace
 from fsdp_lab.wire import Collective, WireContext, across, exposed, traffic, waits
 
 GUARD_CHARACTERS = 200  # kept of one
-_COMPUTES = ("forward", "backward", "optimizer")
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_COMPUTES = ("forward", "backward", "optimizer")
 
 
 class Recompilations:
