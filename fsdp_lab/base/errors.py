@@ -27,6 +27,8 @@ class Cause(StrEnum):
     COMPILATION = "compilation"
     REPLICAS = "replicas"
     CHECKPOINT = "checkpoint"
+    LATE = "late"
+    UPDATES = "updates"
 
 
 class SentenceError(Exception):

@@ -260,9 +260,10 @@ class StepEvent:
     checkpoint_s: float | None = None  # writing checkpoints between two updates
     evaluation_s: float | None = None  # in forwards without gradients between two updates
     # Of `exposed_comm_s`, the time in which another rank had not issued the collective yet: (rank, seconds). Known where
-    # ranks share memory; elsewhere it is not told from the transfer.
+    # ranks share memory; elsewhere the spans of a traced step tell it (`runs.timeline.late_in_trace`).
     late: tuple[tuple[int, float], ...] = ()
-    # Seconds of the main thread outside of waits for collectives: "forward", "backward", "optimizer", and "" between these.
+    # Seconds of the main thread, on a GPU of its stream, outside of waits for collectives: "forward", "backward",
+    # "optimizer", "input", "checkpoint", "evaluation", and "" between these.
     part_s: Mapping[str, float] = field(default_factory=dict)
     recompiled: tuple[str, ...] = ()  # by torch.compile in this step: the guard that failed, of each, as far as known
 

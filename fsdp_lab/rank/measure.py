@@ -37,6 +37,7 @@ from fsdp_lab.wire import Collective, WireContext, across, exposed, traffic, wai
 
 GUARD_CHARACTERS = 200  # kept of one
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_COMPUTES = ("forward", "backward", "optimizer")
 
 
 class Recompilations:
@@ -99,7 +100,7 @@ class StepMeter:
         self._recording: Ledger | None = None  # of the ledger step in progress
         self._curve: tuple[MemorySample, ...] = ()  # of the step in progress, if it is a ledger step
         self._trace: StepTrace | None = None  # of the step in progress, or the last one
-        self._parts: list[tuple[float, str]] = []  # of it: when each began
+        self._parts: list[tuple[Any, str]] = []  # of it: when each began (seconds, or a mark)
         self._start_s = 0.0
         self._start: Any = None
         self._given_up = False  # so that nothing waits for the device
@@ -153,10 +154,10 @@ class StepMeter:
                 self._streams.synchronize()
 
     def part(self, name: str) -> None:
-        """Begin the next part of the step: "forward", "backward" or "optimizer"; "": none."""
-        self._parts.append((time.perf_counter(), name))
+        """Begin the next part of the step: "forward", "backward" or "optimizer"; "": none; or one of the script."""
+        self._parts.append((time.perf_counter() if self._streams is None else self._streams.mark(), name))
         if self._trace is not None:
-            self._trace.begin(name)
+            self._trace.begin(name if name in _COMPUTES else "")
 
     def before_update(self) -> None:
         """Call it while the gradients exist."""
@@ -190,7 +191,7 @@ class StepMeter:
         trace_of_step, parts = self._trace, [*self._parts, (end_s, "")]
 
         def read() -> dict[str, Any]:
-            begin_s, seconds, trace = start_s, end_s - start_s, trace_of_step
+            begin_s, seconds, trace, begins = start_s, end_s - start_s, trace_of_step, parts
             if self._streams is not None:
                 if not self._given_up:
                     end.synchronize()
@@ -198,8 +199,10 @@ class StepMeter:
                     read_times()
                     begin_s = anchor[1] - begin.elapsed_time(anchor[0]) / 1e3  # which was reached at a known time
                     seconds = begin.elapsed_time(end) / 1e3
+                    inner = [(begin_s + begin.elapsed_time(at) / 1e3, name) for at, name in parts[1:-1]]
+                    begins = [(begin_s, parts[0][1]), *inner, (begin_s + seconds, "")]
                 else:
-                    trace = None
+                    trace, begins = None, [parts[0], parts[-1]]
             elif trace is not None:
                 begin_s = trace.begin_s
             stalls = waits(collectives)
@@ -213,7 +216,7 @@ class StepMeter:
                 "across_bytes": across_bytes,
                 "across_s": across_s,
                 "late": tuple(_late(stalls, self._context.members).items()),
-                "part_s": _by_part(parts, stalls),
+                "part_s": _by_part(begins, stalls),
             }
 
         return read

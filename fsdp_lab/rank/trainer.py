@@ -255,10 +255,11 @@ class Trainer:
         count, input_s = self.spec.workload.accumulate, 0.0
         total = torch.zeros((), dtype=torch.float32, device=self.info.device)
         for micro in range(count):
-            self.meter.part("forward")
+            self.meter.part("input")
             asked_s = time.perf_counter()
             batch = _pinned(self.batches.batch(self.progress.samples, micro), self.info.device)
             input_s += time.perf_counter() - asked_s
+            self.meter.part("forward")
             with self._random(micro), self.backend.micro_batch(communicate=self.spec.communicates(micro)):
                 loss = self.backend.loss(batch).float()
                 if (weight := self.batches.weight(self.progress.samples, micro)) != 1.0:

@@ -31,7 +31,7 @@ from fsdp_lab.dashboard.panels.axis import FINE, SpanRange, StepAxis, ZeroRange
 from fsdp_lab.dashboard.panels.base import Key, Panel
 from fsdp_lab.dashboard.panels.memory import LIMIT_REACH
 from fsdp_lab.dashboard.panels.timeline import TimelinePanel
-from fsdp_lab.runs.blame import WINDOW, Blame
+from fsdp_lab.runs.blame import Blame
 from fsdp_lab.runs.comparison import Comparison, Refusal, Row, finite, ratio_words, split_spread
 from fsdp_lab.runs.recommendation import Recommendation, recommend
 from fsdp_lab.runs.steps import Step
@@ -114,9 +114,7 @@ def render(compared: Comparison, runs: Sequence[RunView | Refusal], recommended:
         compared=compared,
         places={row.label: i for i, row in enumerate(compared.rows)},
         entries=entries,
-        blames={
-            row.label: blame for _, row, run in measured if (blame := Blame.of(run.events.last_steps(WINDOW))).steps
-        },
+        blames={row.label: blame for _, row, run in measured if (blame := Blame.newest(run.events)).steps},
         different=[f"{label} ({compared[label].name}) is {why}" for label, why in compared.differences.items()],
         environments=list(environments.values()),
         recommended=recommended,

@@ -192,10 +192,10 @@ class Attachment:
         ]
         replace(torch.autograd, "backward", self._backward)
         replace(torch.amp.GradScaler, "scale", self._scale)
-        replace(dataloader._BaseDataLoaderIter, "__next__", functools.partial(self._timed, "input_s"))
+        replace(dataloader._BaseDataLoaderIter, "__next__", functools.partial(self._timed, "input"))
         for module, name in ((torch, "save"), (dcp, "save"), (sys.modules.get("safetensors.torch"), "save_file")):
             if module is not None:
-                replace(module, name, functools.partial(self._timed, "checkpoint_s"))
+                replace(module, name, functools.partial(self._timed, "checkpoint"))
         os.register_at_fork(after_in_child=self._after_fork)
         atexit.register(self.end)
         multiprocessing.util.Finalize(None, self.end, exitpriority=0)  # where a forked process ends without atexit
@@ -311,6 +311,8 @@ class Attachment:
             return
         if not torch.is_grad_enabled():
             self._evaluates_since = time.perf_counter()
+            if self._watch is not None:
+                self._watch.rest("evaluation")
             return
         if self._updated is not None and self._updated in self._unended:
             self._next_step()
@@ -322,6 +324,7 @@ class Attachment:
         if self._evaluates_since is not None:
             if self._watch is not None:
                 self._watch.add(evaluation_s=time.perf_counter() - self._evaluates_since)
+                self._watch.rest()
             self._evaluates_since = None
             return
         given = [t for t in tensors_in((kwargs, args)) if t.dim()]
@@ -358,6 +361,8 @@ class Attachment:
     def _backward(self, original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
         self._safely(self._note_loss)(tensors)
         original(tensors, *args, **kwargs)
+        if self._is_here and self._watch is not None and torch._C._current_graph_task_id() == -1:
+            self._safely(self._watch.rest)()
 
     def _note_loss(self, tensors: Any) -> None:
         if self._is_here and isinstance(tensors, Tensor) and tensors.numel() == 1:
@@ -372,13 +377,13 @@ class Attachment:
             self._scaled = weakref.ref(scaled), outputs
         return scaled
 
-    def _timed(self, what: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _timed(self, part: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call whose time is not the model's."""
         if not self._is_here or self._is_aside or self._watch is None:
             return original(*args, **kwargs)
         self._is_aside = True
         try:
-            with self._watch.aside(what):
+            with self._watch.aside(part):
                 return original(*args, **kwargs)
         finally:
             self._is_aside = False

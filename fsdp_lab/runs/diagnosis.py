@@ -1,8 +1,8 @@
 """`diagnose`: known troubles of a run, each named from what its ranks have reported, with what helps.
 
-It reads what every panel reads, the step events, the Spec and why a run has failed, so it works on runs of any kind: live,
-stored, and loops that are only watched. Times are medians of steps that count; limits are at the top. What may have a good
-reason is named only where it costs much.
+It reads what every panel reads, the step events, the Spec, the audit and why a run has failed, so it works on runs of any
+kind: live, stored, and loops that are only watched. Times are medians of steps that count; limits are at the top. What may
+have a good reason is named only where it costs much.
 """
 
 import math
@@ -12,8 +12,9 @@ from statistics import median
 from typing import Any
 
 from fsdp_lab.base.errors import Cause
-from fsdp_lab.base.events import Memory, StepEvent, Track
+from fsdp_lab.base.events import AuditFinding, AuditKind, Memory, StepEvent, Track
 from fsdp_lab.base.formatting import median_known, plural, size
+from fsdp_lab.runs.blame import TRACES, Blame, Part
 from fsdp_lab.runs.steps import EventStore, Step
 from fsdp_lab.spec.loops import Trained
 from fsdp_lab.spec.spec import Spec, Strategy
@@ -30,6 +31,8 @@ SENDS_MORE = 1.02  # times what replicas would send; small messages, such as vot
 WHOLE = 0.9  # of the whole model: gradients as large are not sharded
 RECOMPILED_STEPS = 3  # one or two are normal: shapes become dynamic
 UNSYNCHRONISED_STEPS = 3
+LATE_STEPS = 16  # that count, to blame a rank
+LATE_SHARE = 0.05  # of the time that the others wait for it
 _IN_A_SHARD_GROUP = {"all_gather", "reduce_scatter", "control"}  # kinds that exchange nothing between replicas
 
 
@@ -73,12 +76,26 @@ _FAILURES = {
     ),
 }
 
+# What helps where a rank is late, by the part in which it takes longer.
+_LATE = {
+    Part.COMPUTE: "Look whether its batches are larger, and at its device: another process on it, its temperature.",
+    Part.OPTIMIZER: "Look whether it holds more parameters, and at its device: another process on it, its clock.",
+    Part.INPUT: "Give its DataLoader workers and prefetching, or look at its storage.",
+    Part.CHECKPOINT: "Save asynchronously, or let every rank write its part: torch.distributed.checkpoint.async_save.",
+    Part.EVALUATION: "Share the evaluation out evenly among the ranks.",
+    Part.HOST: "Log and compute metrics there less often, or in a thread.",
+}
 
-def diagnose(spec: Trained, events: EventStore, failure: Cause | None = None) -> tuple[Diagnosis, ...]:
-    """The troubles of a run, as far as they can be told; () if it is well, or young. `failure`: why it failed, if known."""
+
+def diagnose(
+    spec: Trained, events: EventStore, failure: Cause | None = None, audit: Sequence[AuditFinding] = ()
+) -> tuple[Diagnosis, ...]:
+    """The troubles of a run, as far as they can be told; () if it is well, or young. `failure`: why it failed, if known.
+    `audit`: what that of its updates found."""
     spec_id = spec.id  # a property that is computed at each access
     steps = [s for s in events.last_steps(WINDOW) if s.spec_id == spec_id]
-    found = [find(_Case(spec=spec, steps=steps)) for find in _FINDERS]
+    case = _Case(spec=spec, steps=steps, traced=events.traced()[-TRACES:], audit=audit)
+    found = [find(case) for find in _FINDERS]
     if failure in _FAILURES and (failure is not Cause.LOADING or spec.world_size > 1):
         sentence, cure = _FAILURES[failure]
         found.insert(0, Diagnosis(cause=failure, sentence=sentence, cure=cure))
@@ -91,6 +108,8 @@ class _Case:
 
     spec: Trained
     steps: Sequence[Step]  # whole ones, under this Spec
+    traced: Sequence[Step] = ()
+    audit: Sequence[AuditFinding] = ()
 
     @property
     def strategy(self) -> Strategy | None:
@@ -265,6 +284,31 @@ def _replicas(case: _Case) -> Diagnosis | None:
     )
 
 
+def _updates(case: _Case) -> Diagnosis | None:
+    """The first finding of the audit; the others are counted. Replicas that exchange nothing are named as such."""
+    known = () if _replicas(case) is None else (AuditKind.REPLICAS_DIFFER,)
+    found = [finding for finding in case.audit if finding.kind not in known]
+    if not found:
+        return None
+    first, more = found[0], len({finding.parameter for finding in found} - {found[0].parameter})
+    others = f" ({plural(more, 'other')}: run.audit())" if more else ""
+    named = f"{first.parameter} ({first.kind.text})" if first.parameter else first.kind.text.capitalize()
+    return Diagnosis(
+        cause=Cause.UPDATES,
+        sentence=f"{named}: {first.what}, seen in step {first.step}{others}.",
+        cure=f"{first.kind.hint[:1].upper()}{first.kind.hint[1:]}.",
+    )
+
+
+def _late(case: _Case) -> Diagnosis | None:
+    blame = Blame.of(case.counted, case.traced)
+    culprits = [culprit for culprit in blame.culprits if culprit.share > LATE_SHARE]
+    if blame.steps < LATE_STEPS or not culprits:
+        return None
+    sentence = "; ".join(culprit.sentence for culprit in culprits) + "."
+    return Diagnosis(cause=Cause.LATE, sentence=sentence, cure=_LATE[culprits[0].part])
+
+
 _FINDERS: tuple[Callable[[_Case], Diagnosis | None], ...] = (
-    *(_replicas, _accumulation, _adapters, _communication, _offload, _compilation),
+    *(_updates, _replicas, _accumulation, _adapters, _late, _communication, _offload, _compilation),
 )

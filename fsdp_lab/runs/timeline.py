@@ -264,6 +264,27 @@ def _named(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
+def late_in_trace(events: Sequence[StepEvent]) -> dict[int, dict[int, float]]:
+    """Rank -> rank that had not issued a collective yet -> seconds that the first waited for it, by the clocks of a traced
+    step; {} where the step is not traced, or clocks do not agree. Where waits are unseen, collectives stand for them."""
+    timeline = Timeline.of(events) if all(e.spans for e in events) else None
+    if timeline is None or not all(lane.aligned for lane in timeline.lanes):
+        return {}
+    meetings = _meetings(
+        {lane.rank: lane.event for lane in timeline.lanes}, {ln.rank: ln.spans for ln in timeline.lanes}
+    )
+    last = {key: max((at_s, rank) for rank, at_s in issued.items()) for key, (issued, _) in meetings.items()}
+    late: dict[int, dict[int, float]] = {lane.rank: {} for lane in timeline.lanes}
+    for lane in timeline.lanes:
+        waits = [s for s in lane.spans if s.track is Track.WAIT]
+        for s in waits or lane.spans:
+            at_s, rank = last.get((s.group, s.ordinal, Track.of(s.name)), (-math.inf, -1))
+            begin_s = lane.event.begin_s + s.start_s
+            if (seconds := min(begin_s + s.seconds, at_s) - begin_s) > 0 and rank != lane.rank:
+                late[lane.rank][rank] = late[lane.rank].get(rank, 0.0) + seconds
+    return late
+
+
 # -- trace files -----------------------------------------------------------------------------------------------------
 
 

@@ -275,11 +275,11 @@ class RunQueries:
     @property
     def diagnoses(self: RunView) -> tuple[Diagnosis, ...]:
         """Known troubles that its steps, or its failure, show; () for none. See `fsdp_lab.runs.diagnosis`."""
-        return diagnose(self.spec, self.events, self.cause)
+        return diagnose(self.spec, self.events, self.cause, self.audit())
 
     def blame(self: RunView, last: int = WINDOW) -> Blame:
         """Where the time of the last steps went, by rank, and who makes the others wait."""
-        return Blame.of(self.events.last_steps(last))
+        return Blame.newest(self.events, last)
 
     def table(self: RunView, last: int = 10) -> Table:
         """The last steps, one row each, over all ranks. Notes name the last evaluation and the best one."""

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -350,65 +351,66 @@ def compiled(tell: Told) -> None:
         tell(loss.item())
 
 
-class Slow(nn.Module):
-    """A layer that takes `seconds` longer."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.layer, self.seconds = nn.Linear(64, 64), seconds
+class Slow(nn.Linear):
+    seconds = 0.0  # that all of them take longer
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(self.seconds)
-        return self.layer(x).relu()  # type: ignore[no-any-return]
+        return super().forward(x).relu()
 
 
 class Rows(torch.utils.data.Dataset[Tensor]):
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    seconds = 0.0
 
     def __len__(self) -> int:
-        return 40
+        return 10_000
 
     def __getitem__(self, i: int) -> Tensor:
         time.sleep(self.seconds)
         return torch.randn(64)
 
 
+class Late(float):
+    def __reduce__(self) -> Any:
+        time.sleep(self)  # so long it takes to be saved
+        return float, ()
+
+
 def late(tell: Told) -> None:
-    """FSDP2 with faults, given as "compute=1,input=0": on which rank each step takes 30 ms longer, and in what. Tells the
-    seconds of each step."""
+    """FSDP2 with faults in turn, each for as many steps: [{what takes longer: the seconds of each rank}]. Checkpoints and
+    evaluations come with every fifth step. "gloo": no memory is shared."""
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
+    segments, steps, wire = json.loads(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
     group()
-    faults = dict(fault.split("=") for fault in sys.argv[3].split(",") if fault)
-    own = {what: 0.03 * (int(rank) == dist.get_rank()) for what, rank in faults.items()}
-    model = nn.Sequential(*(Slow(own.get("compute", 0.0) / 3) for _ in range(3)))
-    for part in (*model, model):
-        fully_shard(part)
-    optimizer = torch.optim.AdamW(model.parameters())
-    begin_s = time.perf_counter()
-    for x in DataLoader(Rows(own.get("input", 0.0)), batch_size=1):
-        model(x).square().mean().backward()
+    context: Any = dist.group.WORLD.context  # type: ignore[union-attr]
+    context.shared_memory = wire != "gloo"
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+    model, rows = nn.Sequential(*(Slow(64, 64) for _ in range(3))), Rows()
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = iter(DataLoader(rows, batch_size=1))
+    for i in range(steps * len(segments)):
+        fault = {what: by_rank[dist.get_rank()] for what, by_rank in segments[i // steps].items()}
+        if i % steps == 0:
+            context.link = SimpleNamespace(reserve=lambda now_s, *_: now_s) if "link" in fault else None
+            context.wait_link = partial(lambda seconds, _: time.sleep(seconds), fault.get("link", 0.0))
+        rows.seconds = 0.003 + fault.get("input", 0.0)
+        x = next(data)
+        if "evaluation" in fault and i % steps % 5 == 0:
+            Slow.seconds = 5 * fault["evaluation"] / 3
+            with torch.no_grad():
+                model(x)
+        Slow.seconds = (0.04 + fault.get("compute", 0.0)) / 3
+        (loss := model(x).square().mean()).backward()
+        time.sleep(fault.get("host", 0.0))
         optimizer.step()
         optimizer.zero_grad()
-        if own.get("checkpoint"):
-            with tempfile.NamedTemporaryFile() as file:
-                torch.save(Late(own["checkpoint"]), file)
-        time.sleep(own.get("host", 0.0))
-        tell(time.perf_counter() - begin_s)
-        begin_s = time.perf_counter()
+        if fault.get("checkpoint") and i % steps % 5 == 0:
+            torch.save(Late(5 * fault["checkpoint"]), os.devnull)
+        tell(loss.item())
     dist.destroy_process_group()
-
-
-class Late:
-    """Takes so long to be saved."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def __getstate__(self) -> dict[str, float]:
-        time.sleep(self.seconds)
-        return {}
 
 
 @contextlib.contextmanager

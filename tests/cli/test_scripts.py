@@ -174,35 +174,3 @@ def test_one_line_in_a_trainer(tmp_path: Path) -> None:
     assert [s.mean_loss for s in run.events.steps()] == pytest.approx(
         losses, rel=1e-3
     ) and run.state.value == "finished"
-
-
-# Of two ranks: in what each takes 30 ms of a step longer.
-FAULTS = {
-    "nobody": {},
-    "compute": {"compute": 1},
-    "input": {"input": 0},
-    "checkpoint": {"checkpoint": 1},
-    "host": {"host": 0},
-    "compute_and_input": {"compute": 0, "input": 1},
-    "checkpoint_and_compute": {"checkpoint": 1, "compute": 0},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAULTS)
-def test_who_makes_the_others_wait_is_named_with_the_reason(name: str, tmp_path: Path) -> None:
-    faults = FAULTS[name]
-    asked = ",".join(f"{what}={rank}" for what, rank in faults.items())
-    ended = watched([*launched("late", tmp_path / "account"), asked], tmp_path / "history", "--no-ledger")
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    blame = stored(tmp_path / "history").blame()
-    for rank, parts in blame.seconds.items():
-        events = [
-            e for s in stored(tmp_path / "history").events.steps() for e in s.events if e.rank == rank and e.counts
-        ]
-        assert sum(parts.values()) == pytest.approx(sum(e.step_time_s for e in events) / len(events), rel=0.01)
-    assert {c.rank: c.part.value for c in blame.culprits} == {rank: what for what, rank in faults.items()}
-    (step_s, *_), told = (sum(parts.values()) for parts in blame.seconds.values()), blame.sentence
-    assert all(c.share == pytest.approx(0.03 / step_s, abs=0.1) for c in blame.culprits), blame
-    assert all(f"all wait for rank {c.rank}, which" in told for c in blame.culprits) and "the transfer takes" in told
-    assert bool(blame.culprits) != ("No rank makes the others wait" in told)

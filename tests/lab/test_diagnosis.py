@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fsdp_lab.base.errors import Cause
-from fsdp_lab.base.events import Memory, RoleBytes, Span, StepEvent, Track, Traffic
+from fsdp_lab.base.events import AuditFinding, AuditKind, Memory, RoleBytes, Span, StepEvent, Track, Traffic
 from fsdp_lab.base.hang import LoopPlace, LoopRank, cause_in_loop
 from fsdp_lab.dashboard.forms import HIDDEN
 from fsdp_lab.dashboard.opened_forms import DiagnosisBox
@@ -22,10 +22,10 @@ MIB = 1 << 20
 SHARDS = Memory(parameters_bytes=10 * MIB, gradients_bytes=10 * MIB, optimizer_bytes=20 * MIB, limit_bytes=1000 * MIB)
 
 
-def found(spec: Trained, events: Sequence[StepEvent] = (), failure: Cause | None = None) -> tuple[Diagnosis, ...]:
+def found(spec: Trained, events: Sequence[StepEvent] = (), *why: Any, **more: Any) -> tuple[Diagnosis, ...]:
     store = EventStore()
     store.add(events)
-    return diagnose(spec, store, failure)
+    return diagnose(spec, store, *why, **more)
 
 
 def causes(spec: Trained, events: Sequence[StepEvent] = ()) -> list[Cause]:
@@ -128,6 +128,30 @@ def test_replicas_that_exchange_nothing_are_named() -> None:
         events = steps(loop, comm={kind: Traffic(calls=1, link_bytes=64, exposed_seconds=0.0)})
         assert causes(loop, events) == [Cause.REPLICAS] * named, (size, kind)
         assert not found(loop, [replace(e, skipped=True) for e in events]), "nothing was updated"
+
+
+@pytest.mark.parametrize(("count", "slow_s", "named"), [(20, 0.02, 1), (12, 0.02, 0), (20, 0.004, 0)])
+def test_a_rank_that_is_late_is_named_where_it_costs_much(count: int, slow_s: float, named: int) -> None:
+    """Rank 1 waits for its input, and rank 0 for rank 1."""
+    parts: tuple[dict[str, Any], ...] = (
+        {"late": ((1, slow_s),), "comm": {"all_gather": Traffic(calls=1, exposed_seconds=slow_s)}},
+        {"part_s": {"input": slow_s}, "comm": {"all_gather": Traffic(calls=1, exposed_seconds=0.0)}},
+    )
+    told = found(LOOP, [replace(e, **parts[e.rank]) for e in steps(LOOP, count)])
+    assert [d.cause for d in told] == [Cause.LATE] * named
+    said = "20% of the time all wait for rank 1, which waits for its input; without that, steps would be 20% shorter."
+    assert not told or (told[0].sentence == said and "DataLoader" in told[0].cure)
+
+
+def test_what_the_audit_found_is_a_trouble() -> None:
+    what = "it has a gradient, no optimizer, and does not move"
+    lost = [AuditFinding(kind=AuditKind.NOT_IN_OPTIMIZER, parameter=n, rank=0, step=3, what=what) for n in ("a", "b")]
+    differ = AuditFinding(kind=AuditKind.REPLICAS_DIFFER, parameter="a", rank=1, step=0, what="it differs")
+    (d,) = found(LOOP, audit=lost)
+    assert d.sentence == f"a (in no optimizer): {what}, seen in step 3 (1 other: run.audit())."
+    assert d.cause is Cause.UPDATES and d.cure.startswith("Give it to the optimizer")
+    apart, exchanged = replace(LOOP, shard_size=1), {"all_gather": Traffic(calls=1, exposed_seconds=0.0)}
+    assert [d.cause for d in found(apart, steps(apart, comm=exchanged), audit=[differ])] == [Cause.REPLICAS]
 
 
 def test_a_failure_whose_cause_its_error_names_is_explained() -> None:

@@ -238,7 +238,7 @@ DEAR = (Cause.LOADING, Cause.ADAPTERS, Cause.ACCUMULATION, Cause.COMMUNICATION, 
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(c, marks=pytest.mark.nightly if c in DEAR else pytest.mark.slow, id=c.value) for c in Cause]
+    "name", [pytest.param(c, marks=pytest.mark.nightly if c in DEAR else pytest.mark.slow, id=c) for c in PAINS]
 )
 def test_the_cause_is_named_and_the_cure_is_measured(real_lab: Lab, name: str) -> None:
     pain = PAINS[name]

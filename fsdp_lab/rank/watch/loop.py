@@ -422,23 +422,23 @@ class Watch:
         """What is watched."""
         return {"model": self._loop.model, "backend": self._loop.backend}
 
-    def rest(self) -> None:
-        """No part of the step is in progress until its next forward."""
+    def rest(self, part: str = "") -> None:
+        """No part of the model's step is in progress until its next forward. `part`: but this one, of the script."""
         if self._given is not None:
-            self._enter(self._given, "")
+            self._enter(self._given, part)
 
     @contextmanager
-    def aside(self, what: str) -> Iterator[None]:
-        """The context of something that is no part of the step, and adds its seconds to a field of the event."""
+    def aside(self, part: str) -> Iterator[None]:
+        """The context of a part that is the script's own, as "input", whose seconds are also a field of the event."""
         given, begin_s = self._given, time.perf_counter()
-        part = "" if given is None else given.part
-        self.rest()
+        before = "" if given is None else given.part
+        self.rest(part)
         try:
             yield
         finally:
-            self.add(**{what: time.perf_counter() - begin_s})
+            self.add(**{f"{part}_s": time.perf_counter() - begin_s})
             if given is not None and given is self._given:
-                self._enter(given, part)
+                self._enter(given, before)
 
     def _end(self, given: _Given, *, ledger: bool) -> None:
         read_step = self._meter.end()
