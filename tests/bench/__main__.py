@@ -33,10 +33,16 @@ MEMORY: Options = {"model": {"default": MODELS, "metavar": "M,M", "help": f"pres
 DEVICE: Options = {"device": OWN_RANKS["device"]}
 SWITCH: Options = {**DEVICE, "width": number(2048), "layers": number(14), "vocab": number(32000)}
 FAMILIES: Options = {"jobs": number(1, "families at once")}
+ATTACH: Options = {
+    "ranks": {"default": "1,2", "metavar": "N,N", "help": f"numbers of ranks, the watched of DDP {DEFAULT}"},
+    "launches": number(4, "number of fresh launches"), "rounds": number(8, "of a launch"),
+    "micro_batch": number(1, "sequences of 64 tokens; so many make a step of 50 ms of a core"),
+}  # fmt: skip
 TABLE: tuple[tuple[str, str, str, Options], ...] = (
     ("plan", "labs", "predicted step times, compared with measured ones", PLAN),
     ("memory", "labs", "peak memory of a step, compared with FSDP2's and with the planned one", MEMORY),
     ("metering", "metering", "cost of all that a lab does in a step beyond plain training", METERING),
+    ("attach", "attach", "cost of watching a script that knows nothing of it", ATTACH),
     ("switch", "switch", "live switches near the memory limit of a GPU", SWITCH),
     ("families", "families", "families of transformers, small: which train, which are refused, and why", FAMILIES),
 )
