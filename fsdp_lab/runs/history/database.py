@@ -14,7 +14,7 @@ import os
 import sqlite3
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -214,32 +214,51 @@ def _inode(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-ABSENT = object()
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 HEAVY = ("spans", "memory_curve")
 LEVEL = 6  # of zlib: 9 saves 1% more and takes twice the time
 
 Row = tuple[int, StepEvent]  # its cursor in the run's EventStore, and the event
 
 
-def pack(rows: Sequence[Row], *, heavy: bool = False) -> bytes:
-    """Encodes rows for `unpack`; the fields of `HEAVY` if `heavy`. What is as in the rank's last event is left out."""
-    former: dict[int, Mapping[str, Any]] = {}
-    new: list[str] = []  # encoded one by one: the encoder holds the GIL, for long in a traced step of many ranks
-    for cursor, event in rows:
-        fields, last = event.to_dict(), former.get(event.rank, {})
-        changed = {
-            name: value
-            for name, value in fields.items()
-            if (heavy or name not in HEAVY) and (name == "rank" or not _same(last.get(name, ABSENT), value))
-        }
-        new.append(json.dumps([cursor, changed], separators=(",", ":")))
-        former[event.rank] = fields
-    return zlib.compress(f"[{','.join(new)}]".encode(), LEVEL)
+class Pack:
+    """Rows of a run, encoded for `unpack`. What is as in the rank's last event is left out. `first`: the cursor of the first;
+    -1: there is none."""
+
+    def __init__(self, *, heavy: bool = False) -> None:
+        """`heavy`: with the fields of `HEAVY`."""
+        self._names = [name for name in StepEvent.__slots__ if heavy or name not in HEAVY]
+        self._former: dict[int, StepEvent] = {}  # by rank
+        self._encoded: list[str] = []  # one by one: the encoder holds the GIL, for long in a traced step of many ranks
+        self.first = -1
+
+    def __len__(self) -> int:
+        return len(self._encoded)
+
+    def add(self, cursor: int, event: StepEvent) -> None:
+        last = self._former.get(event.rank)
+        if last is None:
+            changed = self._names
+        else:
+            changed = [n for n in self._names if n == "rank" or not _same(getattr(last, n), getattr(event, n))]
+        self._encoded.append(_encode([cursor, event.to_dict(changed)]))
+        self._former[event.rank] = event
+        self.first = self.first if self.first >= 0 else cursor
+
+    def data(self) -> bytes:
+        return zlib.compress(f"[{','.join(self._encoded)}]".encode(), LEVEL)
+
+
+def pack(rows: Iterable[Row], *, heavy: bool = False) -> bytes:
+    whole = Pack(heavy=heavy)
+    for row in rows:
+        whole.add(*row)
+    return whole.data()
 
 
 def _same(one: Any, other: Any) -> bool:
     """Tells whether they are equal bit for bit: 0.0 is not -0.0, and 1 is not 1.0."""
-    return bool(one == other) and repr(one) == repr(other)
+    return one is other or (bool(one == other) and repr(one) == repr(other))
 
 
 def unpack(data: bytes) -> dict[int, StepEvent]:
