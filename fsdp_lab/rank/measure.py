@@ -36,6 +36,7 @@ from fsdp_lab.rank.tracing import ClockOffset, StepTrace
 from fsdp_lab.wire import Collective, WireContext, across, exposed, traffic, waits
 
 GUARD_CHARACTERS = 200  # kept of one
+RSS_EVERY_S = 0.5
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -93,6 +94,8 @@ class StepMeter:
         self._gradients = self._optimizer = 0  # bytes, when they first exist
         self._held_bytes = 0  # at the end of a step, and not between steps
         self._limit, self._loading_bytes = limit_bytes(info.device), loading_bytes
+        self._rss, self._looked_s = (0, 0), float("-inf")  # bytes, and those of the pool
+        self._known, self._newest = tuple[Any, ...](), Memory()  # on a CPU: what it is made from
         self.ledger = ledger
         self._troubles = allocator_troubles(info.device)
         self._recompiled = Recompilations()
@@ -250,6 +253,15 @@ class StepMeter:
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def _memory(self) -> Memory:
+        now_s, pool = time.perf_counter(), self._context.pool_bytes
+        if now_s - self._looked_s > RSS_EVERY_S or pool != self._rss[1]:
+            self._rss, self._looked_s = (rss_bytes(self._process, self._context), pool), now_s
+        known = (self._gradients, self._optimizer, self.ledger, self._rss)
+        if self._on_gpu or known != self._known:
+            self._known, self._newest = known, self._made()
+        return self._newest
+
+    def _made(self) -> Memory:
         parameters, gradients, optimizer, host = self._parameters, self._gradients, self._optimizer, 0
         if self._offload != "none":
             host, gradients, optimizer = parameters + gradients + optimizer, 0, 0
@@ -260,8 +272,8 @@ class StepMeter:
             optimizer_bytes=optimizer,
             host_bytes=host,
             limit_bytes=self._limit,
-            pool_bytes=self._context.pool_bytes,
-            rss_bytes=rss_bytes(self._process, self._context),
+            pool_bytes=self._rss[1],
+            rss_bytes=self._rss[0],
             loading_bytes=self._loading_bytes,
         )
         if self._on_gpu:

@@ -89,11 +89,16 @@ def traffic(collectives: Sequence[Collective], exposed_s: Mapping[str, float] | 
     """Traffic by kind. A collective that has not ended adds no seconds. `exposed_s`: seconds of exposed communication
     by kind, if measured elsewhere, also of kinds that nothing was issued as: a reduction may be sent as an all-to-all."""
     exposed_s = exposed(collectives) if exposed_s is None else exposed_s
-    by_kind = {kind: Traffic() for kind in exposed_s if collectives}
+    by_kind = {kind: [0, 0, 0.0] for kind in exposed_s if collectives}  # calls, bytes, seconds
     for c in collectives:
-        seconds = 0.0 if c.end_s is None else c.end_s - c.began_s
-        by_kind[c.kind] = by_kind.get(c.kind, Traffic()) + Traffic(calls=1, link_bytes=c.link_bytes, seconds=seconds)
-    return {kind: t + Traffic(exposed_seconds=exposed_s.get(kind, 0.0)) for kind, t in by_kind.items()}
+        of = by_kind.setdefault(c.kind, [0, 0, 0.0])
+        of[0] += 1
+        of[1] += c.link_bytes
+        of[2] += 0.0 if c.end_s is None else c.end_s - c.began_s
+    return {
+        kind: Traffic(calls=int(n), link_bytes=int(size), seconds=seconds, exposed_seconds=exposed_s.get(kind, 0.0))
+        for kind, (n, size, seconds) in by_kind.items()
+    }
 
 
 def across(collectives: Sequence[Collective], share: Callable[[str, str], float]) -> tuple[int, float]:

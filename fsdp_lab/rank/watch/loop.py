@@ -14,7 +14,7 @@ import math
 import secrets
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -38,7 +38,7 @@ from fsdp_lab.rank.watch.audit import UpdateAudit
 from fsdp_lab.rank.watch.found import FlopCount, can_count, find
 from fsdp_lab.wire import RankAborted, Wire, WireContext
 
-PUBLISH_EVERY_S = 0.04
+PUBLISH_EVERY_S = 0.2
 READ_EVERY_S = 0.5  # on a GPU
 LEDGER_STEP = 2  # the third, as of the lab's own runs
 TRACE_EVERY = 16
@@ -66,8 +66,8 @@ class LoopProgress:
 @dataclass(frozen=True, kw_only=True)
 class LoopHost:
     """What a loop is watched from: a rank of the lab's, or a process of its own. `world`: the default group; None where it
-    is none of the lab's, or there is none. `publish`: takes messages for the lab's kernel or for the history. `guard`: the
-    context of the whole loop, in which a failure of one rank frees the others. `progress`: is told where this rank is.
+    is none of the lab's, or there is none. `publish`: takes messages for the lab's kernel or for the history, whose "events"
+    are `StepEvent`s. `guard`: the context of the whole loop, in which a failure of one rank frees the others. `progress`: is told where this rank is.
     `run`: a name that all ranks know already: then nothing is exchanged on entry, and `clock` is what is known of clocks."""
 
     info: RankInfo
@@ -79,6 +79,11 @@ class LoopHost:
     progress: LoopProgress = field(default_factory=LoopProgress)
     run: str = ""
     clock: ClockOffset = field(default_factory=ClockOffset)
+
+
+def plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message of a `Watch`, as it crosses processes."""
+    return {**message, "events": [event.to_dict() for event in message["events"]]}
 
 
 def plain_host(model: nn.Module, publish: Publish) -> LoopHost:
@@ -145,7 +150,7 @@ class Watch:
         self._open = self._used = False
         self._given: _Given | None = None  # of the step in progress
         self._ended: list[tuple[StepReader, _Given, dict[str, Any]]] = []  # whose events are not made yet
-        self._waiting: list[dict[str, Any]] = []
+        self._waiting: list[StepEvent] = []
         self._published_s = self._read_s = 0.0
         self._handles: list[Any] = []
         self._clock = host.clock
@@ -478,7 +483,7 @@ class Watch:
     def _make_events(self) -> None:
         ended, self._ended = self._ended, []
         for one in ended:  # if one cannot be read, those before it still go out
-            self._waiting.append(self._event(*one).to_dict())
+            self._waiting.append(self._event(*one))
         if time.perf_counter() - self._published_s >= PUBLISH_EVERY_S:
             self._publish({})
 

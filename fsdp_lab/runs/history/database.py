@@ -15,6 +15,7 @@ import sqlite3
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -217,6 +218,7 @@ def _inode(path: Path) -> tuple[int, int] | None:
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 HEAVY = ("spans", "memory_curve")
 LEVEL = 6  # of zlib: 9 saves 1% more and takes twice the time
+FAST = 1  # of what is written again soon
 
 Row = tuple[int, StepEvent]  # its cursor in the run's EventStore, and the event
 
@@ -228,7 +230,8 @@ class Pack:
     def __init__(self, *, heavy: bool = False) -> None:
         """`heavy`: with the fields of `HEAVY`."""
         self._names = [name for name in StepEvent.__slots__ if heavy or name not in HEAVY]
-        self._former: dict[int, StepEvent] = {}  # by rank
+        self._values = attrgetter(*self._names)
+        self._former: dict[int, Sequence[Any]] = {}  # values by rank
         self._encoded: list[str] = []  # one by one: the encoder holds the GIL, for long in a traced step of many ranks
         self.first = -1
 
@@ -236,17 +239,16 @@ class Pack:
         return len(self._encoded)
 
     def add(self, cursor: int, event: StepEvent) -> None:
-        last = self._former.get(event.rank)
-        if last is None:
-            changed = self._names
-        else:
-            changed = [n for n in self._names if n == "rank" or not _same(getattr(last, n), getattr(event, n))]
+        values, changed = self._values(event), self._names
+        if (last := self._former.get(event.rank)) is not None:
+            both = zip(self._names, last, values, strict=True)
+            changed = ["rank", *(name for name, old, new in both if old is not new and not _same(old, new))]
         self._encoded.append(_encode([cursor, event.to_dict(changed)]))
-        self._former[event.rank] = event
+        self._former[event.rank] = values
         self.first = self.first if self.first >= 0 else cursor
 
-    def data(self) -> bytes:
-        return zlib.compress(f"[{','.join(self._encoded)}]".encode(), LEVEL)
+    def data(self, level: int = LEVEL) -> bytes:
+        return zlib.compress(f"[{','.join(self._encoded)}]".encode(), level)
 
 
 def pack(rows: Iterable[Row], *, heavy: bool = False) -> bytes:
@@ -258,7 +260,7 @@ def pack(rows: Iterable[Row], *, heavy: bool = False) -> bytes:
 
 def _same(one: Any, other: Any) -> bool:
     """Tells whether they are equal bit for bit: 0.0 is not -0.0, and 1 is not 1.0."""
-    return one is other or (bool(one == other) and repr(one) == repr(other))
+    return bool(one == other) and repr(one) == repr(other)
 
 
 def unpack(data: bytes) -> dict[int, StepEvent]:

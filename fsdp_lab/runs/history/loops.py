@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.rank.rendezvous import own_connection
 from fsdp_lab.rank.session import resident_session
-from fsdp_lab.rank.watch.loop import TRACE_EVERY, LoopHost, Watch, plain_host
+from fsdp_lab.rank.watch.loop import TRACE_EVERY, LoopHost, Watch, plain, plain_host
 
 if TYPE_CHECKING:
     from fsdp_lab.runs.history.history import History
@@ -151,7 +151,7 @@ class LoopRecorder:
         number = 0
         while (message := self._queue.get()) is not None:
             assert self._store is not None
-            self._store.set(_key(message["run"], self._rank, number), json.dumps(message))
+            self._store.set(_key(message["run"], self._rank, number), json.dumps(plain(message)))
             number += 1
 
     def _collect(self) -> None:

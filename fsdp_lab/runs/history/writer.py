@@ -23,7 +23,17 @@ from typing import Any
 
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.base.process import Identity
-from fsdp_lab.runs.history.database import HistoryDB, HistoryError, Pack, Row, damaged, pack, set_aside
+from fsdp_lab.runs.history.database import (
+    FAST,
+    LEVEL,
+    HistoryDB,
+    HistoryError,
+    Pack,
+    Row,
+    damaged,
+    pack,
+    set_aside,
+)
 from fsdp_lab.runs.steps import CAP, last_stretch
 from fsdp_lab.runs.summary import counting, median
 from fsdp_lab.runs.view import RunView
@@ -199,7 +209,10 @@ class RunWriter:
             self._packs[-1].add(*row)
         self._cursor = cursor
         unwritten = self._packs if cursor != self._stored else ()
-        batches = [{"first": one.first, "count": len(one), "data": one.data()} for one in unwritten]
+        batches = [
+            {"first": one.first, "count": len(one), "data": one.data(LEVEL if over or len(one) == BATCH else FAST)}
+            for one in unwritten
+        ]
         due = self._due(over, now_s)
         traces: list[dict[str, Any]] = [
             {"first": min(step), "curve": int(_has_curve(step)), "data": pack(sorted(step.items()), heavy=True)}
