@@ -18,7 +18,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +45,17 @@ class Recompilations:
 
     def __init__(self) -> None:
         self._known: set[str] = set()
+        self._newest: list[Any] = []
 
     def take(self) -> tuple[str, ...]:
         """Returns the guard that failed, such as "self.calls == 7 # self.calls += 1", for each since the last call; "" where
         torch does not say. An id is "frame/count of its compilations"; that of the backward is its forward's."""
-        if "torch._dynamo" not in sys.modules:
+        compiler: Any = sys.modules.get("torch._dynamo.utils")
+        newest = [] if compiler is None else compiler.get_compilation_metrics()[-1:]
+        if newest == self._newest:
             return ()
-        from torch._dynamo.utils import get_compilation_metrics
-
-        found: dict[str, str] = {}
-        for m in get_compilation_metrics():
+        self._newest, found = newest, dict[str, str]()
+        for m in compiler.get_compilation_metrics():
             if m.compile_id is not None:
                 found[str(m.compile_id)] = found.get(str(m.compile_id)) or (m.recompile_reason or "").strip()
         again = [why for i, why in found.items() if i not in self._known and not i.endswith("/0")]
@@ -113,9 +114,9 @@ class StepMeter:
         """Whether the device may still be at a step that has ended on the host."""
         return self._streams is not None
 
-    @contextmanager
-    def step(self, *, ledger: bool = False, traced: bool = False) -> Iterator[None]:
-        """The context of a step. `ledger`: record every allocation; `traced`: record when each unit computes."""
+    def step(self, *, ledger: bool = False, traced: bool = False) -> AbstractContextManager[Any]:
+        """The step begins; returns its context. `ledger`: record every allocation; `traced`: record when each unit
+        computes."""
         self._context.meter.take()  # what was sent between steps, for example by a switch
         self._context.meter.take_copies()
         self._recompiled.take()
@@ -131,13 +132,15 @@ class StepMeter:
             torch.cuda.reset_peak_memory_stats(self._device)
         self._start_s = time.perf_counter()
         self._parts = [(self._start_s, "forward")]
-        if ledger:
-            self._recording = Ledger(self._backend, self._context, self._device, offloaded=self._offload != "none")
-        recording = self._recording.recording() if self._recording is not None else nullcontext()
+        return self._ledger_step() if ledger else self._trace or nullcontext()
+
+    @contextmanager
+    def _ledger_step(self) -> Iterator[None]:
+        self._recording = Ledger(self._backend, self._context, self._device, offloaded=self._offload != "none")
         try:
-            with recording, self._trace or nullcontext():
+            with self._recording.recording(), self._trace or nullcontext():
                 yield
-            if self._recording is not None and (result := self._recording.result) is not None:
+            if (result := self._recording.result) is not None:
                 self.ledger, self._curve = result, result.curve
         finally:
             self._recording = None

@@ -126,7 +126,7 @@ class Attachment:
         self._watched: Sequence[Optimizer] = ()
         self._updated: Optimizer | None = None  # the last one, if no forward came since
         self._followed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # by others, before the next forward
-        self._losses: list[tuple[Tensor, float]] = []  # of micro-batches, and by what each was divided last
+        self._losses: list[tuple[Tensor | float, float]] = []  # of micro-batches, and by what each was divided last
         self._scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # a loss with a GradScaler's scale, and without
         self._evaluates_since: float | None = None
         self._is_aside = False  # what is inside is not counted again
@@ -261,7 +261,7 @@ class Attachment:
         clock = ClockOffset(0.0, 0.0) if one_host else ClockOffset()  # processes of a host have one clock
         host = dataclasses.replace(host, run=run, clock=clock)
         recorder.serve(host)
-        return Watch(module, optimizers, host, title=self._options.title, audit=self._options.audit)
+        return Watch(module, optimizers, host, title=self._options.title, audit=self._options.audit, is_told=True)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -290,29 +290,34 @@ class Attachment:
     def _before_forward(self, *_: Any) -> None:
         if not self._is_here or torch._C._current_graph_task_id() != -1:
             return
-        if not torch.is_grad_enabled():
+        assert self._watch is not None
+        if torch.is_grad_enabled():
+            if self._updated is not None and self._updated in self._unended:
+                self._next_step()
+            self._updated = None
+        else:
             self._evaluates_since = time.perf_counter()
-            return
-        if self._updated is not None and self._updated in self._unended:
-            self._next_step()
-        self._updated = None
+        self._watch.before_forward()
 
     def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not self._is_here or torch._C._current_graph_task_id() != -1:
+        if not self._is_here:
+            return
+        assert self._watch is not None
+        self._watch.after_forward(module, args, output)
+        if torch._C._current_graph_task_id() != -1:
             return
         if self._evaluates_since is not None:
-            if self._watch is not None:
-                self._watch.add(evaluation_s=time.perf_counter() - self._evaluates_since)
+            self._watch.add(evaluation_s=time.perf_counter() - self._evaluates_since)
             self._evaluates_since = None
             return
         ids = next((t for t in tensors_in((kwargs, args)) if t.dim() > 1 and not t.is_floating_point()), None)
-        if ids is not None and self._watch is not None:
+        if ids is not None:
             self._watch.add(tokens=ids.numel())
 
     def _after_update(self, optimizer: Optimizer) -> None:
         if not self._is_here:
             return
-        if not any(optimizer is one for one in self._watched):
+        if optimizer not in self._watched:
             if self._watch is None or not _holds(self._watch.module, optimizer):
                 self._losses = []  # of another model
                 return
@@ -342,7 +347,8 @@ class Attachment:
         if self._is_here and isinstance(tensors, Tensor) and tensors.numel() == 1:
             scaled, loss = (None, None) if self._scaled is None else (self._scaled[0](), self._scaled[1])
             loss = loss if loss is not None and scaled is tensors else tensors
-            self._losses.append((loss.detach(), _divisor(loss)))
+            value = loss.item() if type(loss) is Tensor and loss.is_cpu else loss.detach()
+            self._losses.append((value, _divisor(loss)))
 
     def _scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
         scaled = original(scaler, outputs)

@@ -36,7 +36,7 @@ CLOCKS: Mapping[str, Callable[[], float]] = {
     "wall": time.perf_counter, "CPU of the process": time.process_time, "CPU of the thread": time.thread_time,
 }  # fmt: skip
 OF_ATTACHMENT = ("_before_forward", "_after_forward", "_before_update", "_after_update", "_note_loss", "_next_step")
-OF_WATCH = ("_before_forward", "_after_forward", "_begin_backward", "_before_update", "_after_update", "rest")
+OF_WATCH = ("before_forward", "after_forward", "_begin_backward", "_before_update", "_after_update", "rest")
 
 
 def attach(args: argparse.Namespace) -> dict[str, Any]:

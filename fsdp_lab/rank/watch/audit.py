@@ -30,8 +30,8 @@ RUNS, RUN = 8, 16  # of neighbouring elements, in a look at a parameter: one lin
 WHOLE = 512  # elements of one that is looked at whole
 LOOKS = 3  # after which a finding is certain
 PERIOD = 5  # steps in which all parameters have their turn
-LATER, EVERY = 20, 4  # from this step on only a few are looked at, in each fourth step
-LEAST = 8  # parameters in a step
+LATER, EVERY = 20, 16  # from this step on only some are looked at, in each sixteenth step
+LEAST = 8  # parameters in a step; later twice as many
 SKIPPED_OF = (10, 16)  # so many updates were skipped, of so many
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -103,6 +103,7 @@ class UpdateAudit:
         self._told: set[tuple[AuditKind, str]] = set()
         self._news: dict[str, list[Any]] = {"findings": [], "everywhere": [], "checksums": []}
 
+    @torch.no_grad()
     def begin(self) -> None:
         """Before the first step; waits for the device."""
         self._all = [_Kept(held=held) for held in self._found.held()]
@@ -123,13 +124,16 @@ class UpdateAudit:
         if number == LATER or self._groups != self._sizes():
             self._enlist()
         several = len(self._watched)
-        count = min(several, LEAST if number >= LATER else max(LEAST, -(-several // PERIOD)))
+        count = min(several, 2 * LEAST if number >= LATER else max(LEAST, -(-several // PERIOD)))
         self._turn = [self._watched[(self._next + i) % several] for i in range(count)]
         self._next += count
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._turn:
-            return
+        if self._turn:
+            self._begin_looks(optimizer)
+
+    @torch.no_grad()
+    def _begin_looks(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._stepped:
             self._look_at_strangers()
         self._stepped.append(optimizer)
@@ -148,6 +152,11 @@ class UpdateAudit:
         ]
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._open:
+            self._end_looks(optimizer)
+
+    @torch.no_grad()
+    def _end_looks(self, optimizer: torch.optim.Optimizer) -> None:
         for look in self._open.pop(id(optimizer), ()):
             groups = [next(group for one, group in kept.owners if one is optimizer) for kept in look.kept]
             by_line = isinstance(optimizer, torch.optim.LBFGS)  # which may stop
@@ -173,11 +182,15 @@ class UpdateAudit:
         if updated:
             skipped = [look.skipped for look in self._looks if look.step == self._step and look.skipped is not None]
             self._endings.append((self._step, skipped[-1] == 0 if skipped else True))
-            return
+        else:
+            self._endings.append((self._step, self._accumulates()))
+
+    @torch.no_grad()
+    def _accumulates(self) -> Tensor:
+        """Whether gradients that stay are being accumulated."""
         some = [g for kept in self._watched[:LEAST] if kept.trained and (g := kept.held.gradient()) is not None]
         left = torch.cat([_sample(g, self._step).float() for g in some]) if some else torch.zeros(1)
-        # Gradients that stay are being accumulated.
-        self._endings.append((self._step, torch.isfinite(left).all() & (left != 0).any()))
+        return torch.isfinite(left).all() & (left != 0).any()
 
     def _look_at_strangers(self) -> None:
         """At the parameters that no optimizer has, before the first one steps; always at the same elements."""
@@ -231,6 +244,7 @@ class UpdateAudit:
                 what = f"{sum(self._ends)} of the last {len(self._ends)} steps had a backward and no update"
                 self._tell(AuditKind.SKIPPED, None, step, what)
 
+    @torch.no_grad()
     def _judge(self, look: _Look) -> None:
         before, after, gradients = look.before.cpu(), look.after.cpu(), look.gradients.cpu()
         bits = _BITS[before.element_size()]

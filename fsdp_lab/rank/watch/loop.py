@@ -42,6 +42,7 @@ PUBLISH_EVERY_S = 0.2
 READ_EVERY_S = 0.5  # on a GPU
 LEDGER_STEP = 2  # the third, as of the lab's own runs
 TRACE_EVERY = 16
+OFTEN, SELDOM = 8, 4  # after so many traced steps only each fourth of them is traced
 
 _NO_WIRE = (
     "Communication is not measured: the process group is not the lab's. Call fsdp_lab.init_process_group() in place of "
@@ -126,8 +127,10 @@ class Watch:
         hang_s: float | None = None,
         report_to: str | Sequence[str] | None = None,
         audit: bool = True,
+        is_told: bool = False,
     ) -> None:
-        """`report_to`: trackers to which whoever receives its messages is to report."""
+        """`report_to`: trackers to which whoever receives its messages is to report. `is_told`: `before_forward` and
+        `after_forward` are called, in place of hooks."""
         for name, value in (("tokens", tokens), ("ledger_every", ledger_every), ("trace_every", trace_every)):
             if value is not None:
                 check_whole(name, value)
@@ -153,6 +156,7 @@ class Watch:
         self._waiting: list[StepEvent] = []
         self._published_s = self._read_s = 0.0
         self._handles: list[Any] = []
+        self._is_told = is_told
         self._clock = host.clock
         self._guard = contextlib.ExitStack()
         self._ledger_due, self._skipped = True, 0
@@ -267,10 +271,11 @@ class Watch:
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def _install(self) -> None:
-        root = self._found.module
-        before: Any = torch.compiler.disable(self._before_forward)  # type: ignore[no-untyped-call]
-        after: Any = torch.compiler.disable(self._after_forward)  # type: ignore[no-untyped-call]
-        self._handles += [root.register_forward_pre_hook(before), root.register_forward_hook(after)]
+        if not self._is_told:
+            root = self._found.module
+            before: Any = torch.compiler.disable(self.before_forward)  # type: ignore[no-untyped-call]
+            after: Any = torch.compiler.disable(self.after_forward)  # type: ignore[no-untyped-call]
+            self._handles += [root.register_forward_pre_hook(before), root.register_forward_hook(after)]
         for optimizer in self._found.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(lambda one, *_: self._before_update(one)))
             self._handles.append(optimizer.register_step_post_hook(lambda one, *_: self._after_update(one)))
@@ -293,13 +298,13 @@ class Watch:
             hint = f"make it from model.parameters() after the model was sharded, or {watched}"
             raise ArgumentError("optimizer", f"{strange} of its tensors are no parameters of this model", hint)
 
-    def _before_forward(self, *_: Any) -> None:
+    def before_forward(self, *_: Any) -> None:
         if self._given is None:
             self._host.progress.place = LoopPlace.FORWARD
         elif torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # no evaluation, no recomputation
             self._enter(self._given, "forward")
 
-    def _after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
+    def after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
         if self._given is None:
             self._host.progress.place = LoopPlace.BETWEEN
         elif torch.is_grad_enabled():
@@ -332,8 +337,7 @@ class Watch:
         if self._audit is None:
             return
         try:
-            with torch.no_grad():
-                call(self._audit)
+            call(self._audit)
         except Exception as e:
             self._audit.close()
             self._audit, self._audit_ended = None, f"The audit ended by an error of its own: {first_line(e)}"
@@ -369,7 +373,8 @@ class Watch:
         self._ledger_due |= every is not None and number % every == 0
         # A ledger step is postponed while the user's own profiler is active: only one can be.
         ledger = self._ledger_due and self.steps >= LEDGER_STEP and not torch.autograd._profiler_enabled()
-        traced = self.steps == LEDGER_STEP + 1 or (self.steps > LEDGER_STEP and number % self._trace_every == 0)
+        often = self._trace_every if number <= OFTEN * self._trace_every else SELDOM * self._trace_every
+        traced = self.steps == LEDGER_STEP + 1 or (self.steps > LEDGER_STEP and number % often == 0)
         given = self._given = _Given(tokens=tokens if tokens is not None else self._tokens or 0)
         self._host.progress.steps += 1
         self._host.progress.place = LoopPlace.STEP
@@ -466,7 +471,9 @@ class Watch:
         self._ledger_due = self._ledger_due and not ledger
         if not self._meter.runs_behind:
             self._audited(UpdateAudit.read)
-            self._make_events()
+            if time.perf_counter() - self._published_s >= PUBLISH_EVERY_S:  # together, when code and data are in the cache
+                self._make_events()
+                self._publish({})
         elif time.perf_counter() - self._read_s > READ_EVERY_S:
             self._read_all(wait=True)
 
@@ -478,14 +485,14 @@ class Watch:
             if wait:
                 self._audited(UpdateAudit.read)
             self._make_events()
+            if time.perf_counter() - self._published_s >= PUBLISH_EVERY_S:
+                self._publish({})
         self._read_s = time.perf_counter()
 
     def _make_events(self) -> None:
         ended, self._ended = self._ended, []
         for one in ended:  # if one cannot be read, those before it still go out
             self._waiting.append(self._event(*one))
-        if time.perf_counter() - self._published_s >= PUBLISH_EVERY_S:
-            self._publish({})
 
     def _event(self, read_step: StepReader, given: _Given, fields: dict[str, Any]) -> StepEvent:
         losses = [float(loss) for loss in given.losses]
