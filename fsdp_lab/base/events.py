@@ -103,9 +103,6 @@ class Traffic:
     seconds: float = 0.0
     exposed_seconds: float = 0.0
 
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Carrier:
@@ -330,16 +327,12 @@ def _fields(part: Any) -> dict[str, Any]:
     return {name: getattr(part, name) for name in part.__slots__}
 
 
-def _rows(parts: Sequence[Any]) -> list[Any]:
-    return [part.to_row() for part in parts]
-
-
 _PLAIN: Mapping[str, Callable[[Any], Any]] = {  # of fields of `StepEvent` that are no scalars
     "memory": lambda memory: {**_fields(memory), "at_peak": _fields(memory.at_peak)},
     "comm": lambda comm: {kind: _fields(t) for kind, t in comm.items()},
     "late": lambda late: [list(one) for one in late],
     "carriers": lambda carriers: [_fields(carrier) for carrier in carriers],
-    **dict.fromkeys(("memory_curve", "completions", "spans"), _rows),
+    **dict.fromkeys(("memory_curve", "completions", "spans"), lambda parts: [part.to_row() for part in parts]),
     **dict.fromkeys(("notes", "recompiled"), list),
     "part_s": dict,
 }

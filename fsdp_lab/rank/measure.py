@@ -18,7 +18,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +95,7 @@ class StepMeter:
         self._gradients = self._optimizer = 0  # bytes, when they first exist
         self._held_bytes = 0  # at the end of a step, and not between steps
         self._limit, self._loading_bytes = limit_bytes(info.device), loading_bytes
-        self._rss, self._looked_s = (0, 0), float("-inf")  # bytes, and those of the pool
-        self._known, self._newest = tuple[Any, ...](), Memory()  # on a CPU: what it is made from
+        self._known, self._newest = tuple[Any, ...](), Memory()  # on a CPU, and what it was made from
         self.ledger = ledger
         self._troubles = allocator_troubles(info.device)
         self._recompiled = Recompilations()
@@ -114,9 +113,9 @@ class StepMeter:
         """Whether the device may still be at a step that has ended on the host."""
         return self._streams is not None
 
-    def step(self, *, ledger: bool = False, traced: bool = False) -> AbstractContextManager[Any]:
-        """The step begins; returns its context. `ledger`: record every allocation; `traced`: record when each unit
-        computes."""
+    @contextmanager
+    def step(self, *, ledger: bool = False, traced: bool = False) -> Iterator[None]:
+        """The context of a step. `ledger`: record every allocation; `traced`: record when each unit computes."""
         self._context.meter.take()  # what was sent between steps, for example by a switch
         self._context.meter.take_copies()
         self._recompiled.take()
@@ -132,15 +131,13 @@ class StepMeter:
             torch.cuda.reset_peak_memory_stats(self._device)
         self._start_s = time.perf_counter()
         self._parts = [(self._start_s, "forward")]
-        return self._ledger_step() if ledger else self._trace or nullcontext()
-
-    @contextmanager
-    def _ledger_step(self) -> Iterator[None]:
-        self._recording = Ledger(self._backend, self._context, self._device, offloaded=self._offload != "none")
+        if ledger:
+            self._recording = Ledger(self._backend, self._context, self._device, offloaded=self._offload != "none")
+        recording = self._recording.recording() if self._recording is not None else nullcontext()
         try:
-            with self._recording.recording(), self._trace or nullcontext():
+            with recording, self._trace or nullcontext():
                 yield
-            if (result := self._recording.result) is not None:
+            if self._recording is not None and (result := self._recording.result) is not None:
                 self.ledger, self._curve = result, result.curve
         finally:
             self._recording = None
@@ -213,7 +210,7 @@ class StepMeter:
             return measured | {
                 "begin_s": begin_s,
                 "step_time_s": seconds,
-                "comm": self._traffic(collectives),
+                "comm": self._traffic(collectives) if collectives else {},
                 "spans": trace.spans(collectives, copies, begin_s) if trace else (),
                 "host": self._context.host,
                 "across_bytes": across_bytes,
@@ -256,10 +253,8 @@ class StepMeter:
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def _memory(self) -> Memory:
-        now_s, pool = time.perf_counter(), self._context.pool_bytes
-        if now_s - self._looked_s > RSS_EVERY_S or pool != self._rss[1]:
-            self._rss, self._looked_s = (rss_bytes(self._process, self._context), pool), now_s
-        known = (self._gradients, self._optimizer, self.ledger, self._rss)
+        changes = (self._gradients, self._optimizer, self.ledger, self._context.pool_bytes)
+        known = (*changes, time.perf_counter() // RSS_EVERY_S)
         if self._on_gpu or known != self._known:
             self._known, self._newest = known, self._made()
         return self._newest
@@ -275,8 +270,8 @@ class StepMeter:
             optimizer_bytes=optimizer,
             host_bytes=host,
             limit_bytes=self._limit,
-            pool_bytes=self._rss[1],
-            rss_bytes=self._rss[0],
+            pool_bytes=self._context.pool_bytes,
+            rss_bytes=rss_bytes(self._process, self._context),
             loading_bytes=self._loading_bytes,
         )
         if self._on_gpu:

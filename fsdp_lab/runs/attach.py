@@ -125,7 +125,7 @@ class Attachment:
         self._step: AbstractContextManager[None] | None = None
         self._watched: Sequence[Optimizer] = ()
         self._updated: Optimizer | None = None  # the last one, if no forward came since
-        self._followed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # by others, before the next forward
+        self._followed: set[int] = set()  # ids of those that others followed, before the next forward
         self._losses: list[tuple[Tensor | float, float]] = []  # of micro-batches, and by what each was divided last
         self._scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # a loss with a GradScaler's scale, and without
         self._evaluates_since: float | None = None
@@ -206,6 +206,7 @@ class Attachment:
             found = next((m for m in _watchable(module) if all(_holds(m, o) for o in alive)), None)
             if found is not None and alive:
                 self._begin(found, alive)
+                self._handles.pop(0).remove()  # no update is waited for
                 self._begin_step()
 
     def _after_any_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -292,7 +293,7 @@ class Attachment:
             return
         assert self._watch is not None
         if torch.is_grad_enabled():
-            if self._updated is not None and self._updated in self._unended:
+            if self._updated is not None and self._goes_on(self._updated):
                 self._next_step()
             self._updated = None
         else:
@@ -310,7 +311,8 @@ class Attachment:
             self._watch.add(evaluation_s=time.perf_counter() - self._evaluates_since)
             self._evaluates_since = None
             return
-        ids = next((t for t in tensors_in((kwargs, args)) if t.dim() > 1 and not t.is_floating_point()), None)
+        given = tensors_in((*kwargs.values(), *args))
+        ids = next((t for t in given if t.dim() > 1 and not t.is_floating_point()), None)
         if ids is not None:
             self._watch.add(tokens=ids.numel())
 
@@ -327,17 +329,16 @@ class Attachment:
         if torch._C._current_graph_task_id() != -1 and self._watch is not None:  # it is stepped by a gradient's hook
             self._watch.leave_ledger_out()
         if self._updated is not None:
-            self._followed.add(self._updated)
+            self._followed.add(id(self._updated))
         self._updated = optimizer
-        if self._updated not in self._unended:
+        if not self._goes_on(optimizer):
             self._next_step()
 
-    @property
-    def _unended(self) -> Any:
-        """Optimizers whose update does not end a step."""
+    def _goes_on(self, optimizer: Optimizer) -> bool:
+        """Whether its update does not end the step."""
         assert self._watch is not None
         is_unknown = len(self._watched) > 1 and not self._watch.steps
-        return self._watched if is_unknown else self._followed
+        return optimizer in self._watched if is_unknown else id(optimizer) in self._followed
 
     def _backward(self, original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
         self._safely(self._note_loss)(tensors)
@@ -388,7 +389,7 @@ class Attachment:
     def _leave(self, error: BaseException | None) -> None:
         if self._watch is None:
             return
-        if error is None and self._updated is not None and self._updated in self._unended:
+        if error is None and self._updated is not None and self._goes_on(self._updated):
             self._end_step()
         elif self._step is not None:
             step, self._step = self._step, None

@@ -34,9 +34,8 @@ DEVICE: Options = {"device": OWN_RANKS["device"]}
 SWITCH: Options = {**DEVICE, "width": number(2048), "layers": number(14), "vocab": number(32000)}
 FAMILIES: Options = {"jobs": number(1, "families at once")}
 ATTACH: Options = {
-    "ranks": {"default": "1,2", "metavar": "N,N", "help": f"numbers of ranks, the watched of DDP {DEFAULT}"},
-    "launches": number(4, "number of fresh launches"), "rounds": number(8, "of a launch"),
-    "micro_batch": number(1, "sequences of 64 tokens; so many make a step of 50 ms of a core"),
+    "ranks": number(1, "several: of DDP"), "launches": number(4, "number of fresh launches"),
+    "rounds": number(2, "of a launch"),
 }  # fmt: skip
 TABLE: tuple[tuple[str, str, str, Options], ...] = (
     ("plan", "labs", "predicted step times, compared with measured ones", PLAN),

@@ -128,12 +128,13 @@ class UpdateAudit:
         self._turn = [self._watched[(self._next + i) % several] for i in range(count)]
         self._next += count
 
-    def before(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._turn:
-            self._begin_looks(optimizer)
+    @property
+    def looks(self) -> bool:
+        """Whether it looks at the updates of this step: else `before` and `after` need not be called."""
+        return bool(self._turn)
 
     @torch.no_grad()
-    def _begin_looks(self, optimizer: torch.optim.Optimizer) -> None:
+    def before(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._stepped:
             self._look_at_strangers()
         self._stepped.append(optimizer)
@@ -151,12 +152,8 @@ class UpdateAudit:
             for some, samples in by_dtype.values()
         ]
 
-    def after(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._open:
-            self._end_looks(optimizer)
-
     @torch.no_grad()
-    def _end_looks(self, optimizer: torch.optim.Optimizer) -> None:
+    def after(self, optimizer: torch.optim.Optimizer) -> None:
         for look in self._open.pop(id(optimizer), ()):
             groups = [next(group for one, group in kept.owners if one is optimizer) for kept in look.kept]
             by_line = isinstance(optimizer, torch.optim.LBFGS)  # which may stop
@@ -182,15 +179,11 @@ class UpdateAudit:
         if updated:
             skipped = [look.skipped for look in self._looks if look.step == self._step and look.skipped is not None]
             self._endings.append((self._step, skipped[-1] == 0 if skipped else True))
-        else:
-            self._endings.append((self._step, self._accumulates()))
-
-    @torch.no_grad()
-    def _accumulates(self) -> Tensor:
-        """Whether gradients that stay are being accumulated."""
+            return
         some = [g for kept in self._watched[:LEAST] if kept.trained and (g := kept.held.gradient()) is not None]
         left = torch.cat([_sample(g, self._step).float() for g in some]) if some else torch.zeros(1)
-        return torch.isfinite(left).all() & (left != 0).any()
+        # Gradients that stay are being accumulated.
+        self._endings.append((self._step, torch.isfinite(left).all() & (left != 0).any()))
 
     def _look_at_strangers(self) -> None:
         """At the parameters that no optimizer has, before the first one steps; always at the same elements."""

@@ -14,7 +14,7 @@ import math
 import secrets
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -42,7 +42,7 @@ PUBLISH_EVERY_S = 0.2
 READ_EVERY_S = 0.5  # on a GPU
 LEDGER_STEP = 2  # the third, as of the lab's own runs
 TRACE_EVERY = 16
-OFTEN, SELDOM = 8, 4  # after so many traced steps only each fourth of them is traced
+OFTEN, SELDOM = 8, 4  # of a script, after so many traced steps only each fourth of them is traced
 
 _NO_WIRE = (
     "Communication is not measured: the process group is not the lab's. Call fsdp_lab.init_process_group() in place of "
@@ -67,8 +67,9 @@ class LoopProgress:
 @dataclass(frozen=True, kw_only=True)
 class LoopHost:
     """What a loop is watched from: a rank of the lab's, or a process of its own. `world`: the default group; None where it
-    is none of the lab's, or there is none. `publish`: takes messages for the lab's kernel or for the history, whose "events"
-    are `StepEvent`s. `guard`: the context of the whole loop, in which a failure of one rank frees the others. `progress`: is told where this rank is.
+    is none of the lab's, or there is none. `publish`: takes messages for the lab's kernel or for the history, with
+    `StepEvent`s. `guard`: the context of the whole loop, in which a failure of one rank frees the others. `progress`: is
+    told where this rank is.
     `run`: a name that all ranks know already: then nothing is exchanged on entry, and `clock` is what is known of clocks."""
 
     info: RankInfo
@@ -82,9 +83,9 @@ class LoopHost:
     clock: ClockOffset = field(default_factory=ClockOffset)
 
 
-def plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message of a `Watch`, as it crosses processes."""
-    return {**message, "events": [event.to_dict() for event in message["events"]]}
+def plainly(publish: Publish) -> Publish:
+    """For messages that cross processes."""
+    return lambda message: publish({**message, "events": [event.to_dict() for event in message["events"]]})
 
 
 def plain_host(model: nn.Module, publish: Publish) -> LoopHost:
@@ -309,10 +310,12 @@ class Watch:
             self._host.progress.place = LoopPlace.BETWEEN
         elif torch.is_grad_enabled():
             for t in tensors_in(output):
-                if t.requires_grad:
+                if t.grad_fn is not None:
+                    t.grad_fn.register_prehook(self._begin_backward)
+                elif t.requires_grad:
                     t.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
 
-    def _begin_backward(self, _: Tensor) -> None:
+    def _begin_backward(self, _: Any) -> None:
         if self._given is not None:
             self._given.backward = True
             self._enter(self._given, "backward")
@@ -326,10 +329,11 @@ class Watch:
             self._meter.before_update()
         if not optimizer.state:  # it is about to be made
             self._meter.forget_optimizer()
-        self._audited(lambda audit: audit.before(optimizer))
+        if self._audit is not None and self._audit.looks:
+            self._audited(lambda audit: audit.before(optimizer))
 
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._given is not None:
+        if self._given is not None and self._audit is not None and self._audit.looks:
             self._audited(lambda audit: audit.after(optimizer))
 
     def _audited(self, call: Callable[[UpdateAudit], None]) -> None:
@@ -373,7 +377,7 @@ class Watch:
         self._ledger_due |= every is not None and number % every == 0
         # A ledger step is postponed while the user's own profiler is active: only one can be.
         ledger = self._ledger_due and self.steps >= LEDGER_STEP and not torch.autograd._profiler_enabled()
-        often = self._trace_every if number <= OFTEN * self._trace_every else SELDOM * self._trace_every
+        often = self._trace_every * (SELDOM if self._is_told and number > OFTEN * self._trace_every else 1)
         traced = self.steps == LEDGER_STEP + 1 or (self.steps > LEDGER_STEP and number % often == 0)
         given = self._given = _Given(tokens=tokens if tokens is not None else self._tokens or 0)
         self._host.progress.steps += 1
@@ -471,9 +475,8 @@ class Watch:
         self._ledger_due = self._ledger_due and not ledger
         if not self._meter.runs_behind:
             self._audited(UpdateAudit.read)
-            if time.perf_counter() - self._published_s >= PUBLISH_EVERY_S:  # together, when code and data are in the cache
+            if time.perf_counter() - self._published_s >= PUBLISH_EVERY_S:  # of several steps at once, which is faster
                 self._make_events()
-                self._publish({})
         elif time.perf_counter() - self._read_s > READ_EVERY_S:
             self._read_all(wait=True)
 
@@ -485,14 +488,14 @@ class Watch:
             if wait:
                 self._audited(UpdateAudit.read)
             self._make_events()
-            if time.perf_counter() - self._published_s >= PUBLISH_EVERY_S:
-                self._publish({})
         self._read_s = time.perf_counter()
 
     def _make_events(self) -> None:
         ended, self._ended = self._ended, []
         for one in ended:  # if one cannot be read, those before it still go out
             self._waiting.append(self._event(*one))
+        if time.perf_counter() - self._published_s >= PUBLISH_EVERY_S:
+            self._publish({})
 
     def _event(self, read_step: StepReader, given: _Given, fields: dict[str, Any]) -> StepEvent:
         losses = [float(loss) for loss in given.losses]

@@ -14,7 +14,7 @@ import os
 import sqlite3
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
@@ -224,16 +224,17 @@ Row = tuple[int, StepEvent]  # its cursor in the run's EventStore, and the event
 
 
 class Pack:
-    """Rows of a run, encoded for `unpack`. What is as in the rank's last event is left out. `first`: the cursor of the first;
-    -1: there is none."""
+    """Encodes rows for `unpack`; the fields of `HEAVY` if `heavy`. What is as in the rank's last event is left out. `first`:
+    the cursor of the first row; -1: there is none."""
 
-    def __init__(self, *, heavy: bool = False) -> None:
-        """`heavy`: with the fields of `HEAVY`."""
+    def __init__(self, rows: Sequence[Row] = (), *, heavy: bool = False) -> None:
         self._names = [name for name in StepEvent.__slots__ if heavy or name not in HEAVY]
         self._values = attrgetter(*self._names)
         self._former: dict[int, Sequence[Any]] = {}  # values by rank
         self._encoded: list[str] = []  # one by one: the encoder holds the GIL, for long in a traced step of many ranks
         self.first = -1
+        for row in rows:
+            self.add(*row)
 
     def __len__(self) -> int:
         return len(self._encoded)
@@ -247,15 +248,8 @@ class Pack:
         self._former[event.rank] = values
         self.first = self.first if self.first >= 0 else cursor
 
-    def data(self, level: int = LEVEL) -> bytes:
-        return zlib.compress(f"[{','.join(self._encoded)}]".encode(), level)
-
-
-def pack(rows: Iterable[Row], *, heavy: bool = False) -> bytes:
-    whole = Pack(heavy=heavy)
-    for row in rows:
-        whole.add(*row)
-    return whole.data()
+    def data(self, *, fast: bool = False) -> bytes:
+        return zlib.compress(f"[{','.join(self._encoded)}]".encode(), FAST if fast else LEVEL)
 
 
 def _same(one: Any, other: Any) -> bool:

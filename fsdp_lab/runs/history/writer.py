@@ -16,24 +16,13 @@ import socket
 import sqlite3
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.base.process import Identity
-from fsdp_lab.runs.history.database import (
-    FAST,
-    LEVEL,
-    HistoryDB,
-    HistoryError,
-    Pack,
-    Row,
-    damaged,
-    pack,
-    set_aside,
-)
+from fsdp_lab.runs.history.database import HistoryDB, HistoryError, Pack, Row, damaged, set_aside
 from fsdp_lab.runs.steps import CAP, last_stretch
 from fsdp_lab.runs.summary import counting, median
 from fsdp_lab.runs.view import RunView
@@ -184,7 +173,7 @@ class RunWriter:
         self.over = False  # whether the run is over, and all of it is written
         self.number: int | None = None  # of the run in the file
         self._cursor = self._stored = 0  # of what was packed, and of what is in the file
-        self._packs: deque[Pack] = deque(maxlen=CAP // BATCH)  # that are not full, or not in the file
+        self._packs: list[Pack] = []  # that are not full, or not in the file
         self._written: tuple[Any, ...] = ()  # the run's state, as in the file
         self._switches = 0
         self._seen_s = self._figures_s = self._spans_s = float("-inf")
@@ -205,17 +194,14 @@ class RunWriter:
         # All is packed before the transaction, which is to be short.
         for row in rows:
             if not self._packs or len(self._packs[-1]) == BATCH:
-                self._packs.append(Pack())
+                self._packs = [*self._packs[-CAP // BATCH :], Pack()]
             self._packs[-1].add(*row)
         self._cursor = cursor
-        unwritten = self._packs if cursor != self._stored else ()
-        batches = [
-            {"first": one.first, "count": len(one), "data": one.data(LEVEL if over or len(one) == BATCH else FAST)}
-            for one in unwritten
-        ]
+        parts = self._packs if cursor != self._stored else ()
+        batches = [{"first": p.first, "count": len(p), "data": p.data(fast=not over and len(p) < BATCH)} for p in parts]
         due = self._due(over, now_s)
         traces: list[dict[str, Any]] = [
-            {"first": min(step), "curve": int(_has_curve(step)), "data": pack(sorted(step.items()), heavy=True)}
+            {"first": min(step), "curve": int(_has_curve(step)), "data": Pack(sorted(step.items()), heavy=True).data()}
             for step in due.values()
         ]
         if over or now_s - self._figures_s >= SEEN_S or self._figures["loss"] is None:
@@ -230,8 +216,7 @@ class RunWriter:
                     db.change(_DELETE_OLD_TRACES, number, curve, number, curve, newest)
         self.number, self._stored, self._written, self._switches = number, cursor, state, switches
         self._seen_s = now_s
-        while self._packs and len(self._packs[0]) == BATCH:
-            self._packs.popleft()
+        self._packs = [one for one in self._packs if len(one) < BATCH]
         if due:
             self._spans_s = now_s
             self._heavy = {key: step for key, step in self._heavy.items() if key not in due}
