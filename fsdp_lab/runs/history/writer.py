@@ -192,10 +192,10 @@ class RunWriter:
             return
         self._hold(rows)
         # All is packed before the transaction, which is to be short.
-        for row in rows:
+        for cursor_of, event in rows:
             if not self._packs or len(self._packs[-1]) == BATCH:
                 self._packs = [*self._packs[-CAP // BATCH :], Pack()]
-            self._packs[-1].add(*row)
+            self._packs[-1].add(cursor_of, event)
         self._cursor = cursor
         parts = self._packs if cursor != self._stored else ()
         batches = [{"first": p.first, "count": len(p), "data": p.data(fast=not over and len(p) < BATCH)} for p in parts]
