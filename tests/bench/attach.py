@@ -2,11 +2,8 @@
 
 Note: on and off. One process trains one model; by blocks of steps the attachment is on, or its hooks return at once. So both
 have the same tensors, and the same process group, whose own cost `metering` tells. A round has several times a block off,
-one on, and one off: the ratio is of the blocks on to the mean of the others, the control of these. It has each kind of step
-in the same number. The pause after a block counts as its CPU time, in which the last of it is stored.
-
-Note: clocks. Wall seconds tell all; the CPU seconds of the process are less disturbed by other programs, and have what its
-threads do. Parts are CPU seconds of the script's thread, the recorder's those of other threads."""
+one on, and one off: the ratio is of the blocks on to the mean of the others, the control of these. The pause after a block
+counts as its CPU time, in which the last of it is stored. Parts are CPU seconds of the script's thread, and of others."""
 
 import argparse
 import json
@@ -17,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,7 @@ import torch
 from torch import distributed as dist, nn
 
 from fsdp_lab.bench.plan import BenchError
+from fsdp_lab.bench.results import slowest
 from fsdp_lab.cli.bench import say
 from fsdp_lab.cli.console import at_least
 from fsdp_lab.rank.watch.audit import UpdateAudit
@@ -50,14 +48,13 @@ PARTS = (
 def attach(args: argparse.Namespace) -> dict[str, Any]:
     """Raises BenchError."""
     at_least(args, "launches", 2)
-    at_least(args, "rounds", 1)
-    say(
-        f"ranks: {args.ranks}; {args.launches} launches; rounds of {BLOCKS} x (off, on, off) x {BLOCK} steps: {args.rounds}"
-    )
+    say(f"{args.ranks} ranks, {args.launches} launches, {args.rounds} rounds of {BLOCKS} x (off, on, off) of {BLOCK} steps")
     launches = [launched(args.ranks, args.rounds) for _ in range(args.launches)]
     figures: dict[str, Any] = {"environment": {"ranks": args.ranks}, "ratios": {}, "control": {}, "parts_s": {}}
     for clock in CLOCKS:
-        rounds = [rounds_of(ranks, clock) for ranks in launches]
+        by_launch = [slowest([rank["blocks"][clock] for rank in ranks]) for ranks in launches]
+        cuts = range(0, 3 * BLOCKS * args.rounds, 3 * BLOCKS)
+        rounds = [[[sum(of[cut + i : cut + 3 * BLOCKS : 3]) for i in range(3)] for cut in cuts] for of in by_launch]
         figures["ratios"][clock] = summarize([[2 * on / (before + after) for before, on, after in of] for of in rounds])
         figures["control"][clock] = summarize([[after / before for before, _, after in of] for of in rounds])
         step_s = statistics.median(before / BLOCK / BLOCKS for of in rounds for before, _, _ in of)
@@ -68,9 +65,7 @@ def attach(args: argparse.Namespace) -> dict[str, Any]:
     for name in launches[0][0]["parts"]:
         seconds = [max(rank["parts"][name] for rank in ranks) for ranks in launches]
         figures["parts_s"][name] = mean = statistics.mean(seconds)
-        say(
-            f"  {name}: {1e3 * mean:.3f} ms (+- {1e3 * statistics.stdev(seconds):.3f}), {mean / step_s:.2%} of a bare step"
-        )
+        say(f"  {name}: {1e3 * mean:.3f} ms (+- {1e3 * statistics.stdev(seconds):.3f}), {mean / step_s:.2%} of a step")
     return figures
 
 
@@ -85,13 +80,6 @@ def launched(ranks: int, rounds: int) -> list[dict[str, Any]]:
         if ended.returncode or len(files) != ranks or "watched" not in ended.stderr:
             raise BenchError(f"the script ended with code {ended.returncode}: {ended.stderr.strip()[-2000:]}")
         return [json.loads(file.read_text()) for file in files]
-
-
-def rounds_of(ranks: Sequence[Mapping[str, Any]], clock: str) -> list[tuple[float, float, float]]:
-    """Seconds of the slowest rank: off, on, and off again."""
-    blocks = [max(seconds) for seconds in zip(*(rank["blocks"][clock] for rank in ranks), strict=True)]
-    each = (blocks[at : at + 3 * BLOCKS] for at in range(0, len(blocks), 3 * BLOCKS))
-    return [(sum(of[::3]), sum(of[1::3]), sum(of[2::3])) for of in each]
 
 
 # -- in the script -------------------------------------------------------------------------------------------------------
@@ -110,15 +98,8 @@ def timed(part: str, function: Callable[..., Any], seconds: dict[str, float]) ->
     return call
 
 
-def switch(on: bool) -> None:
-    attached = attachment()
-    if on != bool(attached._thread):
-        attached._thread = threading.get_ident() if on else 0
-        attached._begin_step() if on else attached._end_step()
-
-
 def script(folder: str, rounds: int) -> None:
-    """A plain loop; only `switch` and the clocks know of the attachment."""
+    """A plain loop; only what is between two blocks knows of the attachment."""
     parts: dict[str, float] = {"inside": 0.0}
     for part, holder, *names in PARTS:
         for name in names:
@@ -135,7 +116,9 @@ def script(folder: str, rounds: int) -> None:
     for at in range(-1, 3 * BLOCKS * rounds):
         if at == 0:
             parts.update(dict.fromkeys(parts, 0.0))
-        switch(on := at < 0 or at % 3 == 1)
+        if (on := at < 0 or at % 3 == 1) != bool(attachment()._thread):
+            attachment()._thread = threading.get_ident() if on else 0
+            attachment()._begin_step() if on else attachment()._end_step()
         if several:
             dist.barrier()
         begin_s = {name: clock() for name, clock in CLOCKS.items()}
