@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any, Self
@@ -102,9 +102,6 @@ class Traffic:
     link_bytes: int = 0
     seconds: float = 0.0
     exposed_seconds: float = 0.0
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -307,16 +304,10 @@ class StepEvent:
         """Whether medians include the step's time."""
         return not (self.first_after_switch or self.ledger or self.inspected or self.slow)
 
-    def to_dict(self) -> dict[str, Any]:
-        d = _fields(self)
-        d["memory"] = {**_fields(self.memory), "at_peak": _fields(self.memory.at_peak)}
-        d["comm"] = {kind: _fields(t) for kind, t in self.comm.items()}
-        for name in ("memory_curve", "completions", "spans"):
-            d[name] = [part.to_row() for part in d[name]]
-        d["notes"], d["recompiled"] = list(self.notes), list(self.recompiled)
-        d["late"], d["part_s"] = [list(one) for one in self.late], dict(self.part_s)
-        d["carriers"] = [_fields(carrier) for carrier in self.carriers]
-        return d
+    def to_dict(self, names: Sequence[str] = ()) -> dict[str, Any]:
+        """`names`: of the fields that are wanted; none: all."""
+        values = {name: getattr(self, name) for name in names or self.__slots__}
+        return {name: _PLAIN[name](value) if name in _PLAIN else value for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> StepEvent:
@@ -335,6 +326,17 @@ class StepEvent:
 def _fields(part: Any) -> dict[str, Any]:
     """Its fields by name, several times as fast as `dataclasses.asdict`."""
     return {name: getattr(part, name) for name in part.__slots__}
+
+
+_PLAIN: Mapping[str, Callable[[Any], Any]] = {  # of fields of `StepEvent` that are no scalars
+    "memory": lambda memory: {**_fields(memory), "at_peak": _fields(memory.at_peak)},
+    "comm": lambda comm: {kind: _fields(t) for kind, t in comm.items()},
+    "late": lambda late: [list(one) for one in late],
+    "carriers": lambda carriers: [_fields(carrier) for carrier in carriers],
+    **dict.fromkeys(("memory_curve", "completions", "spans"), lambda parts: [part.to_row() for part in parts]),
+    **dict.fromkeys(("notes", "recompiled"), list),
+    "part_s": dict,
+}
 
 
 # -- what an audit of a loop's updates found -------------------------------------------------------------------------

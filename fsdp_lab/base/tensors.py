@@ -37,7 +37,9 @@ def _hidden_parts(value: Any) -> list[Any]:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
         for v in value.values():
             yield from _leaves(v)
     elif isinstance(value, (tuple, list)):

@@ -36,6 +36,7 @@ from fsdp_lab.rank.tracing import ClockOffset, StepTrace
 from fsdp_lab.wire import Collective, WireContext, across, exposed, traffic, waits
 
 GUARD_CHARACTERS = 200  # kept of one
+RSS_EVERY_S = 0.5
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _COMPUTES = ("forward", "backward", "optimizer")
 
@@ -45,16 +46,17 @@ class Recompilations:
 
     def __init__(self) -> None:
         self._known: set[str] = set()
+        self._newest: list[Any] = []
 
     def take(self) -> tuple[str, ...]:
         """Returns the guard that failed, such as "self.calls == 7 # self.calls += 1", for each since the last call; "" where
         torch does not say. An id is "frame/count of its compilations"; that of the backward is its forward's."""
-        if "torch._dynamo" not in sys.modules:
+        compiler: Any = sys.modules.get("torch._dynamo.utils")
+        newest = [] if compiler is None else compiler.get_compilation_metrics()[-1:]
+        if newest == self._newest:
             return ()
-        from torch._dynamo.utils import get_compilation_metrics
-
-        found: dict[str, str] = {}
-        for m in get_compilation_metrics():
+        self._newest, found = newest, dict[str, str]()
+        for m in compiler.get_compilation_metrics():
             if m.compile_id is not None:
                 found[str(m.compile_id)] = found.get(str(m.compile_id)) or (m.recompile_reason or "").strip()
         again = [why for i, why in found.items() if i not in self._known and not i.endswith("/0")]
@@ -94,6 +96,7 @@ class StepMeter:
         self._gradients = self._optimizer = 0  # bytes, when they first exist
         self._held_bytes = 0  # at the end of a step, and not between steps
         self._limit, self._loading_bytes = limit_bytes(info.device), loading_bytes
+        self._known, self._newest = tuple[Any, ...](), Memory()  # on a CPU, and what it was made from
         self.ledger = ledger
         self._troubles = allocator_troubles(info.device)
         self._recompiled = Recompilations()
@@ -210,7 +213,7 @@ class StepMeter:
             return measured | {
                 "begin_s": begin_s,
                 "step_time_s": seconds,
-                "comm": self._traffic(collectives),
+                "comm": self._traffic(collectives) if collectives else {},
                 "spans": trace.spans(collectives, copies, begin_s) if trace else (),
                 "host": self._context.host,
                 "across_bytes": across_bytes,
@@ -253,6 +256,13 @@ class StepMeter:
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def _memory(self) -> Memory:
+        changes = (self._gradients, self._optimizer, self.ledger, self._context.pool_bytes)
+        known = (*changes, time.perf_counter() // RSS_EVERY_S)
+        if self._on_gpu or known != self._known:
+            self._known, self._newest = known, self._made()
+        return self._newest
+
+    def _made(self) -> Memory:
         parameters, gradients, optimizer, host = self._parameters, self._gradients, self._optimizer, 0
         if self._offload != "none":
             host, gradients, optimizer = parameters + gradients + optimizer, 0, 0

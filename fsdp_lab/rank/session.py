@@ -31,7 +31,7 @@ from fsdp_lab.rank.prepare import Require
 from fsdp_lab.rank.rendezvous import RankInfo, find_store, own_connection
 from fsdp_lab.rank.slow_motion import SlowMotionStep
 from fsdp_lab.rank.trainer import Trainer
-from fsdp_lab.rank.watch.loop import LoopHost, LoopProgress
+from fsdp_lab.rank.watch.loop import LoopHost, LoopProgress, plainly
 from fsdp_lab.spec.faults import Fault, FaultKind
 from fsdp_lab.spec.spec import Spec
 from fsdp_lab.wire import RankAborted, ReductionOrder, Wire, WireContext
@@ -390,7 +390,7 @@ class Session:
             info=self.info,
             context=self.context,
             world=self.world,
-            publish=self._on_loop or publish or (lambda message: None),
+            publish=publish or (lambda message: None) if self._on_loop is None else plainly(self._on_loop),
             notes=self._notes,
             guard=self._protocol.loop,
             progress=self._loop,

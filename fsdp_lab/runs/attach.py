@@ -130,8 +130,8 @@ class Attachment:
         self._step: AbstractContextManager[None] | None = None
         self._watched: Sequence[Optimizer] = ()
         self._updated: Optimizer | None = None  # the last one, if no forward came since
-        self._followed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # by others, before the next forward
-        self._losses: list[tuple[Tensor, float, bool]] = []  # of micro-batches, and `_divisor` of each
+        self._followed: set[int] = set()  # ids of those that others followed, before the next forward
+        self._losses: list[tuple[Tensor | float, float, bool]] = []  # of micro-batches, and `_divisor` of each
         self._own: set[int] = set()  # counts of a micro-batch by which its own loss may be divided
         self._are_parts: bool | None = None  # of a sum, those of micro-batches; None: no step had several yet
         self._scaled: tuple[weakref.ref[Tensor], Tensor] | None = None  # a loss with a GradScaler's scale, and without
@@ -213,6 +213,7 @@ class Attachment:
             found = next((m for m in _watchable(module) if all(_holds(m, o) for o in alive)), None)
             if found is not None and alive:
                 self._begin(found, alive)
+                self._handles.pop(0).remove()  # no update is waited for
                 self._begin_step()
 
     def _after_any_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -253,7 +254,7 @@ class Attachment:
         self._state, self._watched = AttachState.WATCHING, optimizers
         before: Any = torch.compiler.disable(self._safely(self._before_forward))  # type: ignore[no-untyped-call]
         after: Any = torch.compiler.disable(self._safely(self._after_forward))  # type: ignore[no-untyped-call]
-        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
         self._say(run=self._watch.run, **self._watch.names)
 
@@ -274,7 +275,7 @@ class Attachment:
         host = dataclasses.replace(host, run=run, clock=clock)
         recorder.serve(host)
         own, flops = self._options, not self._options.record
-        return Watch(module, optimizers, host, title=own.title, audit=own.audit, copies=True, flops=flops)
+        return Watch(module, optimizers, host, title=own.title, audit=own.audit, copies=True, flops=flops, is_told=True)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -306,37 +307,42 @@ class Attachment:
         if self._watch is not None:
             self._watch.rest()
 
-    def _before_forward(self, *_: Any) -> None:
+    def _before_forward(self, module: nn.Module, *inputs: Any) -> None:
         if not self._is_here or torch._C._current_graph_task_id() != -1:
             return
-        if not torch.is_grad_enabled():
+        assert self._watch is not None
+        if torch.is_grad_enabled():
+            if self._updated is not None and self._goes_on(self._updated):
+                self._next_step()
+            self._updated = None
+        else:
             self._evaluates_since = time.perf_counter()
-            if self._watch is not None:
-                self._watch.rest("evaluation")
-            return
-        if self._updated is not None and self._updated in self._unended:
-            self._next_step()
-        self._updated = None
+            self._watch.rest("evaluation")
+        self._watch.before_forward(module, *inputs)
 
     def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not self._is_here or torch._C._current_graph_task_id() != -1:
+        if not self._is_here:
+            return
+        assert self._watch is not None
+        self._watch.after_forward(module, args, output)
+        if torch._C._current_graph_task_id() != -1:
             return
         if self._evaluates_since is not None:
-            if self._watch is not None:
-                self._watch.add(evaluation_s=time.perf_counter() - self._evaluates_since)
-                self._watch.rest()
+            self._watch.add(evaluation_s=time.perf_counter() - self._evaluates_since)
+            self._watch.rest()
             self._evaluates_since = None
             return
-        given = [t for t in tensors_in((kwargs, args)) if t.dim()]
-        self._own = {n for t in given[:1] for n in (1, len(t), t.numel() - len(t), t.numel())}
+        given = [t for t in tensors_in((*kwargs.values(), *args)) if t.dim()]
+        if self._are_parts is None:
+            self._own = {n for t in given[:1] for n in (1, len(t), t.numel() - len(t), t.numel())}
         ids = next((t for t in given if t.dim() > 1 and not t.is_floating_point()), None)
-        if ids is not None and self._watch is not None:
+        if ids is not None:
             self._watch.add(tokens=ids.numel())
 
     def _after_update(self, optimizer: Optimizer) -> None:
         if not self._is_here:
             return
-        if not any(optimizer is one for one in self._watched):
+        if optimizer not in self._watched:
             if self._watch is None or not _holds(self._watch.module, optimizer):
                 self._losses = []  # of another model
                 return
@@ -346,17 +352,16 @@ class Attachment:
         if torch._C._current_graph_task_id() != -1 and self._watch is not None:  # it is stepped by a gradient's hook
             self._watch.leave_ledger_out()
         if self._updated is not None:
-            self._followed.add(self._updated)
+            self._followed.add(id(self._updated))
         self._updated = optimizer
-        if self._updated not in self._unended:
+        if not self._goes_on(optimizer):
             self._next_step()
 
-    @property
-    def _unended(self) -> Any:
-        """Optimizers whose update does not end a step."""
+    def _goes_on(self, optimizer: Optimizer) -> bool:
+        """Whether its update does not end the step."""
         assert self._watch is not None
         is_unknown = len(self._watched) > 1 and not self._watch.steps
-        return self._watched if is_unknown else self._followed
+        return optimizer in self._watched if is_unknown else id(optimizer) in self._followed
 
     def _backward(self, original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
         self._safely(self._note_loss)(tensors)
@@ -369,7 +374,8 @@ class Attachment:
             scaled, loss = (None, None) if self._scaled is None else (self._scaled[0](), self._scaled[1])
             loss = loss if loss is not None and scaled is tensors else tensors
             is_asked = self._are_parts is None and self._watch is not None and (loss.is_cpu or self._watch.steps < 4)
-            self._losses.append((loss.detach(), *(_divisor(loss) if is_asked else (1.0, False))))
+            value = loss.item() if type(loss) is Tensor and loss.is_cpu else loss.detach()
+            self._losses.append((value, *(_divisor(loss) if is_asked else (1.0, False))))
 
     def _scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
         scaled = original(scaler, outputs)
@@ -409,7 +415,7 @@ class Attachment:
     def _leave(self, error: BaseException | None) -> None:
         if self._watch is None:
             return
-        if error is None and self._updated is not None and self._updated in self._unended:
+        if error is None and self._updated is not None and self._goes_on(self._updated):
             self._end_step()
         elif self._step is not None:
             step, self._step = self._step, None

@@ -89,11 +89,14 @@ def traffic(collectives: Sequence[Collective], exposed_s: Mapping[str, float] | 
     """Traffic by kind. A collective that has not ended adds no seconds. `exposed_s`: seconds of exposed communication
     by kind, if measured elsewhere, also of kinds that nothing was issued as: a reduction may be sent as an all-to-all."""
     exposed_s = exposed(collectives) if exposed_s is None else exposed_s
-    by_kind = {kind: Traffic() for kind in exposed_s if collectives}
+    by_kind: dict[str, list[Collective]] = {kind: [] for kind in exposed_s if collectives}
     for c in collectives:
-        seconds = 0.0 if c.end_s is None else c.end_s - c.began_s
-        by_kind[c.kind] = by_kind.get(c.kind, Traffic()) + Traffic(calls=1, link_bytes=c.link_bytes, seconds=seconds)
-    return {kind: t + Traffic(exposed_seconds=exposed_s.get(kind, 0.0)) for kind, t in by_kind.items()}
+        by_kind.setdefault(c.kind, []).append(c)
+    found = {}
+    for kind, some in by_kind.items():
+        s, sent = sum((c.end_s - c.began_s for c in some if c.end_s is not None), 0.0), sum(c.link_bytes for c in some)
+        found[kind] = Traffic(calls=len(some), link_bytes=sent, seconds=s, exposed_seconds=exposed_s.get(kind, 0.0))
+    return found
 
 
 def across(collectives: Sequence[Collective], share: Callable[[str, str], float]) -> tuple[int, float]:

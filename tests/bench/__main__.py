@@ -33,10 +33,15 @@ MEMORY: Options = {"model": {"default": MODELS, "metavar": "M,M", "help": f"pres
 DEVICE: Options = {"device": OWN_RANKS["device"]}
 SWITCH: Options = {**DEVICE, "width": number(2048), "layers": number(14), "vocab": number(32000)}
 FAMILIES: Options = {"jobs": number(1, "families at once")}
+ATTACH: Options = {
+    "ranks": number(1, "several: of DDP"), "launches": number(4, "number of fresh launches"),
+    "rounds": number(2, "of a launch"),
+}  # fmt: skip
 TABLE: tuple[tuple[str, str, str, Options], ...] = (
     ("plan", "labs", "predicted step times, compared with measured ones", PLAN),
     ("memory", "labs", "peak memory of a step, compared with FSDP2's and with the planned one", MEMORY),
     ("metering", "metering", "cost of all that a lab does in a step beyond plain training", METERING),
+    ("attach", "attach", "cost of watching a script that knows nothing of it", ATTACH),
     ("switch", "switch", "live switches near the memory limit of a GPU", SWITCH),
     ("families", "families", "families of transformers, small: which train, which are refused, and why", FAMILIES),
 )

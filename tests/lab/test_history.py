@@ -25,7 +25,7 @@ from fsdp_lab.base.generation import Completion
 from fsdp_lab.base.process import Identity
 from fsdp_lab.runs import RunState
 from fsdp_lab.runs.history import History, HistoryError, StoredRun, database as database_module, writer as writer_module
-from fsdp_lab.runs.history.database import HistoryDB, pack, unpack
+from fsdp_lab.runs.history.database import HistoryDB, Pack, unpack
 from fsdp_lab.runs.history.history import kernel_alive
 from fsdp_lab.runs.history.writer import CURVES_KEPT, SPANS_KEPT
 from fsdp_lab.spec.describe import describe_strategy
@@ -507,7 +507,8 @@ def bits(value: Any) -> Any:
 @settings(max_examples=25)
 @given(ROWS)
 def test_any_events_come_back_bit_for_bit(rows: list[tuple[int, StepEvent]]):
-    back = unpack(pack(rows, heavy=True))
+    back = unpack(Pack(rows, heavy=True).data())
     assert [(c, bits(e.to_dict())) for c, e in back.items()] == [(c, bits(e.to_dict())) for c, e in rows]
     light = [(c, dataclasses.replace(e, spans=(), memory_curve=())) for c, e in rows]
-    assert [(c, bits(e.to_dict())) for c, e in unpack(pack(rows)).items()] == [(c, bits(e.to_dict())) for c, e in light]
+    back = unpack(Pack(rows).data())
+    assert [(c, bits(e.to_dict())) for c, e in back.items()] == [(c, bits(e.to_dict())) for c, e in light]

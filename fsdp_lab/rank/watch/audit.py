@@ -36,8 +36,8 @@ RUNS, RUN = 8, 16  # of neighbouring elements, in a look at a parameter: one lin
 WHOLE = 512  # elements of one that is looked at whole
 LOOKS = 3  # after which a finding is certain
 PERIOD = 5  # steps in which all parameters have their turn
-LATER, EVERY = 20, 4  # from this step on only a few are looked at, in each fourth step
-LEAST = 8  # parameters in a step
+LATER, EVERY = 20, 16  # from this step on only some are looked at, in each sixteenth step
+LEAST = 8  # parameters in a step; later twice as many
 SKIPPED_OF = (10, 16)  # so many updates were skipped, of so many
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -112,6 +112,7 @@ class UpdateAudit:
         self._inputs: dict[int, Tensor] = {}  # by step, of those that were not read yet
         self._news: dict[str, list[Any]] = {"findings": [], "everywhere": [], "checksums": [], "inputs": []}
 
+    @torch.no_grad()
     def begin(self) -> None:
         """Before the first step; waits for the device."""
         self._all = [_Kept(held=held) for held in self._found.held()]
@@ -136,10 +137,11 @@ class UpdateAudit:
         if number == LATER or self._groups != self._sizes():
             self._enlist()
         several = len(self._watched)
-        count = min(several, LEAST if number >= LATER else max(LEAST, -(-several // PERIOD)))
+        count = min(several, 2 * LEAST if number >= LATER else max(LEAST, -(-several // PERIOD)))
         self._turn = [self._watched[(self._next + i) % several] for i in range(count)]
         self._next += count
 
+    @torch.no_grad()
     def forward(self, inputs: Any) -> None:
         """A forward of the model begins; of those of a step the first counts."""
         if self._splits_data and self._active and self._step < LATER and self._step not in self._inputs:
@@ -152,9 +154,13 @@ class UpdateAudit:
         if self._active and self._step < LATER:
             self._reducing.append(self._found.reducing())
 
+    @property
+    def looks(self) -> bool:
+        """Whether it looks at the updates of this step: else `before` and `after` need not be called."""
+        return bool(self._turn)
+
+    @torch.no_grad()
     def before(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._turn:
-            return
         if not self._stepped:
             self._look_at_strangers()
         self._stepped.append(optimizer)
@@ -172,6 +178,7 @@ class UpdateAudit:
             for some, samples in by_dtype.values()
         ]
 
+    @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         for look in self._open.pop(id(optimizer), ()):
             groups = [next(group for one, group in kept.owners if one is optimizer) for kept in look.kept]
@@ -267,6 +274,7 @@ class UpdateAudit:
                 what = f"{sum(self._ends)} of the last {len(self._ends)} steps had a backward and no update"
                 self._tell(AuditKind.SKIPPED, None, step, what)
 
+    @torch.no_grad()
     def _judge(self, look: _Look) -> None:
         before, after, gradients = look.before.cpu(), look.after.cpu(), look.gradients.cpu()
         bits = _BITS[before.element_size()]

@@ -38,10 +38,11 @@ from fsdp_lab.rank.watch.audit import UpdateAudit
 from fsdp_lab.rank.watch.found import FlopCount, can_count, find
 from fsdp_lab.wire import RankAborted, Wire, WireContext
 
-PUBLISH_EVERY_S = 0.04
+PUBLISH_EVERY_S = 0.2
 READ_EVERY_S = 0.5  # on a GPU
 LEDGER_STEP = 2  # the third, as of the lab's own runs
 TRACE_EVERY = 16
+OFTEN, SELDOM = 8, 4  # of a script, after so many traced steps only each fourth of them is traced
 
 _NO_WIRE = (
     "Communication is not measured: the process group is not the lab's. Call fsdp_lab.init_process_group() in place of "
@@ -66,8 +67,9 @@ class LoopProgress:
 @dataclass(frozen=True, kw_only=True)
 class LoopHost:
     """What a loop is watched from: a rank of the lab's, or a process of its own. `world`: the default group; None where it
-    is none of the lab's, or there is none. `publish`: takes messages for the lab's kernel or for the history. `guard`: the
-    context of the whole loop, in which a failure of one rank frees the others. `progress`: is told where this rank is.
+    is none of the lab's, or there is none. `publish`: takes messages for the lab's kernel or for the history, with
+    `StepEvent`s. `guard`: the context of the whole loop, in which a failure of one rank frees the others. `progress`: is
+    told where this rank is.
     `run`: a name that all ranks know already: then nothing is exchanged on entry, and `clock` is what is known of clocks."""
 
     info: RankInfo
@@ -79,6 +81,11 @@ class LoopHost:
     progress: LoopProgress = field(default_factory=LoopProgress)
     run: str = ""
     clock: ClockOffset = field(default_factory=ClockOffset)
+
+
+def plainly(publish: Publish) -> Publish:
+    """For messages that cross processes."""
+    return lambda message: publish({**message, "events": [event.to_dict() for event in message["events"]]})
 
 
 def plain_host(model: nn.Module, publish: Publish) -> LoopHost:
@@ -122,9 +129,11 @@ class Watch:
         report_to: str | Sequence[str] | None = None,
         audit: bool = True,
         copies: bool = False,
+        is_told: bool = False,
     ) -> None:
         """`report_to`: trackers to which whoever receives its messages is to report. `copies`: the optimizers may step what
-        is none of the model's, as fp32 copies, or what its parameters once were."""
+        is none of the model's, as fp32 copies, or what its parameters once were. `is_told`: `before_forward` and
+        `after_forward` are called, in place of hooks."""
         for name, value in (("tokens", tokens), ("ledger_every", ledger_every), ("trace_every", trace_every)):
             if value is not None:
                 check_whole(name, value)
@@ -147,9 +156,10 @@ class Watch:
         self._open = self._used = False
         self._given: _Given | None = None  # of the step in progress
         self._ended: list[tuple[StepReader, _Given, dict[str, Any]]] = []  # whose events are not made yet
-        self._waiting: list[dict[str, Any]] = []
+        self._waiting: list[StepEvent] = []
         self._published_s = self._read_s = 0.0
         self._handles: list[Any] = []
+        self._is_told = is_told
         self._clock = host.clock
         self._guard = contextlib.ExitStack()
         self._ledger_due, self._skipped = True, 0
@@ -264,10 +274,12 @@ class Watch:
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def _install(self) -> None:
-        root = self._found.module
-        before: Any = torch.compiler.disable(self._before_forward)  # type: ignore[no-untyped-call]
-        after: Any = torch.compiler.disable(self._after_forward)  # type: ignore[no-untyped-call]
-        self._handles += [root.register_forward_pre_hook(before, with_kwargs=True), root.register_forward_hook(after)]
+        if not self._is_told:
+            root = self._found.module
+            before: Any = torch.compiler.disable(self.before_forward)  # type: ignore[no-untyped-call]
+            after: Any = torch.compiler.disable(self.after_forward)  # type: ignore[no-untyped-call]
+            self._handles += [root.register_forward_pre_hook(before, with_kwargs=True)]
+            self._handles += [root.register_forward_hook(after)]
         for optimizer in self._found.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(lambda one, *_: self._before_update(one)))
             self._handles.append(optimizer.register_step_post_hook(lambda one, *_: self._after_update(one)))
@@ -290,22 +302,24 @@ class Watch:
             hint = f"make it from model.parameters() after the model was sharded, or {watched}"
             raise ArgumentError("optimizer", f"{strange} of its tensors are no parameters of this model", hint)
 
-    def _before_forward(self, _: nn.Module, *inputs: Any) -> None:
+    def before_forward(self, _: nn.Module, *inputs: Any) -> None:
         if self._given is None:
             self._host.progress.place = LoopPlace.FORWARD
         elif torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # no evaluation, no recomputation
             self._enter(self._given, "forward")
             self._audited(lambda audit: audit.forward(inputs))
 
-    def _after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
+    def after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
         if self._given is None:
             self._host.progress.place = LoopPlace.BETWEEN
         elif torch.is_grad_enabled():
             for t in tensors_in(output):
-                if t.requires_grad:
+                if t.grad_fn is not None:
+                    t.grad_fn.register_prehook(self._begin_backward)
+                elif t.requires_grad:
                     t.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
 
-    def _begin_backward(self, _: Tensor) -> None:
+    def _begin_backward(self, _: Any) -> None:
         if self._given is not None:
             if self._given.part != "backward":
                 self._audited(UpdateAudit.backward)
@@ -321,10 +335,11 @@ class Watch:
             self._meter.before_update()
         if not optimizer.state:  # it is about to be made
             self._meter.forget_optimizer()
-        self._audited(lambda audit: audit.before(optimizer))
+        if self._audit is not None and self._audit.looks:
+            self._audited(lambda audit: audit.before(optimizer))
 
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._given is not None:
+        if self._given is not None and self._audit is not None and self._audit.looks:
             self._audited(lambda audit: audit.after(optimizer))
 
     def _audited(self, call: Callable[[UpdateAudit], None]) -> None:
@@ -332,8 +347,7 @@ class Watch:
         if self._audit is None:
             return
         try:
-            with torch.no_grad():
-                call(self._audit)
+            call(self._audit)
         except Exception as e:
             self._audit.close()
             self._audit, self._audit_ended = None, f"The audit ended by an error of its own: {first_line(e)}"
@@ -369,7 +383,10 @@ class Watch:
         self._ledger_due |= every is not None and number % every == 0
         # A ledger step is postponed while the user's own profiler is active: only one can be.
         ledger = self._ledger_due and self.steps >= LEDGER_STEP and not torch.autograd._profiler_enabled()
-        traced = self.steps == LEDGER_STEP + 1 or (self.steps > LEDGER_STEP and number % self._trace_every == 0)
+        waits_are_known = self._world is not None and self._world.buffer_pool is not None  # without traces
+        may_be_seldom = self._is_told and waits_are_known and number > OFTEN * self._trace_every
+        often = self._trace_every * (SELDOM if may_be_seldom else 1)
+        traced = self.steps == LEDGER_STEP + 1 or (self.steps > LEDGER_STEP and number % often == 0)
         given = self._given = _Given(tokens=tokens if tokens is not None else self._tokens or 0)
         self._host.progress.steps += 1
         self._host.progress.place = LoopPlace.STEP
@@ -466,7 +483,8 @@ class Watch:
         self._ledger_due = self._ledger_due and not ledger
         if not self._meter.runs_behind:
             self._audited(UpdateAudit.read)
-            self._make_events()
+            if time.perf_counter() - self._published_s >= PUBLISH_EVERY_S:  # of several steps at once, which is faster
+                self._make_events()
         elif time.perf_counter() - self._read_s > READ_EVERY_S:
             self._read_all(wait=True)
 
@@ -483,7 +501,7 @@ class Watch:
     def _make_events(self) -> None:
         ended, self._ended = self._ended, []
         for one in ended:  # if one cannot be read, those before it still go out
-            self._waiting.append(self._event(*one).to_dict())
+            self._waiting.append(self._event(*one))
         if time.perf_counter() - self._published_s >= PUBLISH_EVERY_S:
             self._publish({})
 

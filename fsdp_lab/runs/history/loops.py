@@ -19,6 +19,7 @@ from torch import distributed as dist, nn
 from torch.distributed import distributed_c10d as c10d
 
 from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.events import StepEvent
 from fsdp_lab.rank.rendezvous import own_connection
 from fsdp_lab.rank.session import resident_session
 from fsdp_lab.rank.watch.loop import TRACE_EVERY, LoopHost, Watch, plain_host
@@ -151,7 +152,7 @@ class LoopRecorder:
         number = 0
         while (message := self._queue.get()) is not None:
             assert self._store is not None
-            self._store.set(_key(message["run"], self._rank, number), json.dumps(message))
+            self._store.set(_key(message["run"], self._rank, number), json.dumps(message, default=StepEvent.to_dict))
             number += 1
 
     def _collect(self) -> None:

@@ -22,8 +22,8 @@ from typing import Any
 
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.base.process import Identity
-from fsdp_lab.runs.history.database import HistoryDB, HistoryError, Row, damaged, pack, set_aside
-from fsdp_lab.runs.steps import last_stretch
+from fsdp_lab.runs.history.database import HistoryDB, HistoryError, Pack, Row, damaged, set_aside
+from fsdp_lab.runs.steps import CAP, last_stretch
 from fsdp_lab.runs.summary import counting, median
 from fsdp_lab.runs.view import RunView
 
@@ -172,8 +172,8 @@ class RunWriter:
         """Begins anew, in a file that has nothing of the run."""
         self.over = False  # whether the run is over, and all of it is written
         self.number: int | None = None  # of the run in the file
-        self._cursor = 0
-        self._tail: list[Row] = []  # rows of the last pack, if it is not full
+        self._cursor = self._stored = 0  # of what was packed, and of what is in the file
+        self._packs: list[Pack] = []  # that are not full, or not in the file
         self._written: tuple[Any, ...] = ()  # the run's state, as in the file
         self._switches = 0
         self._seen_s = self._figures_s = self._spans_s = float("-inf")
@@ -188,16 +188,20 @@ class RunWriter:
         now_s = time.monotonic()
         told = (len(self.run.switches), self.run.notes, self.run.environment, len(self.run.audit()))
         state = (self.run.state, self.run.reason, *told, over)
-        if not rows and state == self._written and now_s - self._seen_s < SEEN_S:
+        if cursor == self._stored and state == self._written and now_s - self._seen_s < SEEN_S:
             return
         self._hold(rows)
         # All is packed before the transaction, which is to be short.
-        unfinished = [*self._tail, *rows]
-        parts = [unfinished[at : at + BATCH] for at in range(0, len(unfinished), BATCH)] if rows else []
-        batches = [{"first": part[0][0], "count": len(part), "data": pack(part)} for part in parts]
+        for cursor_of, event in rows:
+            if not self._packs or len(self._packs[-1]) == BATCH:
+                self._packs = [*self._packs[-CAP // BATCH :], Pack()]
+            self._packs[-1].add(cursor_of, event)
+        self._cursor = cursor
+        parts = self._packs if cursor != self._stored else ()
+        batches = [{"first": p.first, "count": len(p), "data": p.data(fast=not over and len(p) < BATCH)} for p in parts]
         due = self._due(over, now_s)
         traces: list[dict[str, Any]] = [
-            {"first": min(step), "curve": int(_has_curve(step)), "data": pack(sorted(step.items()), heavy=True)}
+            {"first": min(step), "curve": int(_has_curve(step)), "data": Pack(sorted(step.items()), heavy=True).data()}
             for step in due.values()
         ]
         if over or now_s - self._figures_s >= SEEN_S or self._figures["loss"] is None:
@@ -210,9 +214,9 @@ class RunWriter:
             if traces:
                 for curve, newest in ((0, SPANS_KEPT), (1, CURVES_KEPT)):
                     db.change(_DELETE_OLD_TRACES, number, curve, number, curve, newest)
-        self.number, self._cursor, self._written, self._switches = number, cursor, state, switches
+        self.number, self._stored, self._written, self._switches = number, cursor, state, switches
         self._seen_s = now_s
-        self._tail = unfinished[len(unfinished) - len(unfinished) % BATCH :]
+        self._packs = [one for one in self._packs if len(one) < BATCH]
         if due:
             self._spans_s = now_s
             self._heavy = {key: step for key, step in self._heavy.items() if key not in due}
