@@ -412,10 +412,10 @@ class Attachment:
         self._state = AttachState.OVER
         self._say(steps=0 if self._watch is None else self._watch.steps)
 
-    def _leave(self, error: BaseException | None) -> None:
+    def _leave(self, error: BaseException | None, *, ends_step: bool = True) -> None:
         if self._watch is None:
             return
-        if error is None and self._updated is not None and self._goes_on(self._updated):
+        if error is None and ends_step and self._updated is not None and self._goes_on(self._updated):
             self._end_step()
         elif self._step is not None:
             step, self._step = self._step, None
@@ -451,7 +451,7 @@ class Attachment:
         self.note(f"It was not watched further: {sentence}")
         if was is AttachState.WATCHING:
             with contextlib.suppress(Exception):
-                self._leave(why)
+                self._leave(None, ends_step=False)  # not as a failure, of which the other ranks would be told
 
     def _after_fork(self) -> None:
         if self._state is AttachState.WATCHING:  # the parent's

@@ -83,6 +83,20 @@ def test_of_several_models_the_largest_is_watched(tmp_path: Path) -> None:
     assert ended.returncode == 0 and "Of several models the largest is watched" in ended.stderr
 
 
+def test_an_error_of_the_watch_is_no_rank_s(tmp_path: Path) -> None:
+    file = tmp_path / "script.py"
+    file.write_text(
+        f"import os, runpy, sys\nif os.environ['RANK'] == '1':\n    from fsdp_lab.runs.attach import Attachment\n"
+        "    Attachment._note_loss = lambda *_: 1 / 0\n"
+        f"sys.argv = ['', 'titan', {str(tmp_path / 'account')!r}]\nrunpy.run_path({str(STRANGERS)!r}, run_name='__main__')"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(file)]
+    ended = watched(command, tmp_path / "history")
+    accounts = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("account-*"))]
+    assert ended.returncode == 0 and [len(one) for one in accounts] == [6, 6], ended.stderr[-3000:]
+    assert "It was not watched further: ZeroDivisionError: division by zero" in ended.stderr
+
+
 TRAINS = """
     import os, sys, threading, torch
     model = torch.nn.Linear(4, 4)
