@@ -351,8 +351,7 @@ class Lab:
         """
         for name, value in (("steps", steps), ("rounds", rounds)):
             check_whole(name, value)
-        several = spec if isinstance(spec, Sequence) else [spec]
-        bases = [self._wanted(one, {}) for one in several]
+        bases = [self._wanted(one, {}) for one in (spec if isinstance(spec, Sequence) else [spec])]
         values = {name: [with_code({name: v})[name] for v in some] for name, some in value_lists(lists).items()}
         combinations = [c for base in bases for c in combine(base, values, self._wanted)]
         specs = [c for c in combinations if isinstance(c, Spec)]
@@ -744,6 +743,4 @@ class Lab:
 
 def each_device(devices: Sequence[str] | str | None, ranks: int) -> tuple[str, ...] | None:
     """One device per rank: the one for all repeated, or the list; None stays None."""
-    if devices is None:
-        return None
-    return (devices,) * ranks if isinstance(devices, str) else tuple(devices)
+    return None if devices is None else (devices,) * ranks if isinstance(devices, str) else tuple(devices)

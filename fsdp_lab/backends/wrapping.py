@@ -33,10 +33,8 @@ def prepare(model: nn.Module, strategy: Strategy) -> Callable[[nn.Module], nn.Mo
 
 def recomputed(model: nn.Module, strategy: Strategy) -> list[nn.Module]:
     """The blocks whose activations are recomputed in the backward, in forward order."""
-    if strategy.recompute == "none":
-        return []
     each = int(strategy.recompute.partition(":")[2] or 1)
-    return [b for i, b in enumerate(blocks(model)) if i % each == 0]
+    return [] if strategy.recompute == "none" else blocks(model)[::each]
 
 
 def _replace(module: nn.Module, chosen: set[int], wrappers: dict[int, nn.Module]) -> None:

@@ -160,8 +160,6 @@ def take_shard(engine: YourEngine, unit: YourUnit, *, replicated: bool) -> tuple
 
 def _within(left: int, width: int, sizes: Sequence[int]) -> list[range]:
     """The ranges of parameters with these sizes that are in [left, left + width) of all of them joined."""
-    ends = accumulate(sizes)
-    edges = [
-        [min(max(edge - (end - n), 0), n) for edge in (left, left + width)] for end, n in zip(ends, sizes, strict=True)
-    ]
-    return [range(*of_parameter) for of_parameter in edges]
+    begins = [end - n for end, n in zip(accumulate(sizes), sizes, strict=True)]
+    places = [(left - begin, n) for begin, n in zip(begins, sizes, strict=True)]
+    return [range(min(max(at, 0), n), min(max(at + width, 0), n)) for at, n in places]

@@ -150,6 +150,4 @@ class Spread:
         """The spread of the finite values; None if there are none."""
         finite = known(values)
         m, low, high = quantile(finite, 0.5), quantile(finite, 0.1), quantile(finite, 0.9)
-        if m is None or low is None or high is None:
-            return None
-        return cls(median=m, p10=low, p90=high, n=len(finite))
+        return None if m is None or low is None or high is None else cls(median=m, p10=low, p90=high, n=len(finite))

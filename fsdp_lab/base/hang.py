@@ -362,8 +362,7 @@ def _parties(issued: Mapping[int, Issued]) -> list[list[int]]:
 def _ranks(ranks: Collection[int]) -> str:
     """ "rank 1", "ranks 1 and 3", "ranks 1, 2, 3 and 60 more"."""
     names = [str(rank) for rank in ranks]
-    if len(names) > 4:
-        names = [*names[:3], f"{len(names) - 3} more"]
+    names = [*names[:3], f"{len(names) - 3} more"] if len(names) > 4 else names
     return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
 
 

@@ -100,6 +100,4 @@ VARIANTS: Mapping[str, Gpu] = {
 def gpu_of_device(device_name: str) -> Gpu | None:
     """The row of a `torch.cuda.get_device_name`; None for a device that is not in the table, or a slice of one (MIG)."""
     low = device_name.lower()
-    if "mig" in low.split():
-        return None
-    return next((gpu for gpu in GPUS.values() if gpu.device_name in low), None)
+    return None if "mig" in low.split() else next((gpu for gpu in GPUS.values() if gpu.device_name in low), None)

@@ -21,13 +21,11 @@ def launch(
     """Runs a task, one of TASKS in tasks.py, or of those of `module`, the program of a rank, in new processes. Returns the
     result of each rank; `on_message` is called with what else ranks send. Raises BenchError with the first error of a rank
     or its exit code, or after `plan.limit_s`."""
-
-    def receive(rank: int, kind: str, value: Any) -> None:
-        on_message(kind, value)
-
     job = {**arguments, "task": task, "plan": asdict(plan)}
     try:
-        return run_children(module, job, plan.ranks, receive, limit_s=plan.limit_s)
+        return run_children(
+            module, job, plan.ranks, lambda _, kind, value: on_message(kind, value), limit_s=plan.limit_s
+        )
     except ChildError as e:
         raise BenchError(str(e)) from None
 

@@ -134,8 +134,7 @@ class BenchPlan:
     @property
     def model(self) -> str | dict[str, Any]:
         """The preset, or a transformers config."""
-        tokens = {"n_positions": self.seq_len, "bos_token_id": None, "eos_token_id": None}
-        return self.preset or {**MODEL, **tokens}
+        return self.preset or {**MODEL, "n_positions": self.seq_len, "bos_token_id": None, "eos_token_id": None}
 
     @property
     def shares_memory(self) -> bool:

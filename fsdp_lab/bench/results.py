@@ -110,8 +110,7 @@ class BenchResult:
     @property
     def ratios(self) -> dict[str, Spread]:
         """Step time of the lab over that of `fastest`; empty if the lab was not measured."""
-        lab = LAB in self.seconds
-        return {f"{LAB}/{peer}": self.ratio(LAB, form) for peer, form in self.fastest.items() if lab}
+        return {f"{LAB}/{peer}": self.ratio(LAB, form) for peer, form in self.fastest.items() if LAB in self.seconds}
 
     @property
     def memory_ratios(self) -> dict[str, float]:
@@ -124,8 +123,7 @@ class BenchResult:
     @property
     def control(self) -> dict[str, Spread]:
         """Step time of the lab over that of a second instance of itself: the ratio when nothing differs."""
-        both = LAB in self.seconds and CONTROL in self.seconds
-        return {f"{LAB}/{LAB}": self.ratio(LAB, CONTROL)} if both else {}
+        return {f"{LAB}/{LAB}": self.ratio(LAB, CONTROL)} if {LAB, CONTROL} <= self.seconds.keys() else {}
 
     def difference(self) -> tuple[float, str]:
         """The largest relative difference to the reference in last losses and first gradient norms, and its form."""

@@ -65,8 +65,7 @@ OF_SLURM = ("time", "partition", "account", "qos")
 
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("ranks on other hosts (see Lab.ssh and Lab.slurm)")
-    add = group.add_argument
+    add = parser.add_argument_group("ranks on other hosts (see Lab.ssh and Lab.slurm)").add_argument
     add("--ssh", metavar="HOST,HOST", help="hosts that ssh reaches without a question")
     add("--ssh-config", metavar="FILE", help="for ssh, instead of ~/.ssh/config")
     add("--slurm", type=int, metavar="N", help="N hosts of a job that Slurm grants")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fsdp_lab.base.errors import FieldError
+from fsdp_lab.bench.plan import option
 from fsdp_lab.cli.console import Refused
 from fsdp_lab.spec import link
 from fsdp_lab.spec.fields import AUTO, FieldRow, rows_of
@@ -29,10 +30,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             group.add_argument(option(name), metavar="V,V", help=help_text)
     help_text = f"{LINK}; none: the real wire. A value, or a comma-separated list"
     parser.add_argument("--link", metavar="V,V", help=help_text)
-
-
-def option(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def format_value(name: str, value: Any) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.files import check_file
 from fsdp_lab.base.formatting import plural, size
+from fsdp_lab.bench.plan import option
 from fsdp_lab.cli import fields
 from fsdp_lab.cli.console import Refused, memory_limit, say, say_json, terminal
 from fsdp_lab.spec.describe import field_title
@@ -182,10 +183,7 @@ def write_page(args: argparse.Namespace) -> int:
     check_file(args.page, SUFFIXES, field="--page")
     product, predict = product_of(args), partial(answer, args, limit_bytes)
     with terminal().status("predicting") as status:
-
-        def show(done: int) -> None:
-            status.update(f"predicting: {done:,} of {product.combinations:,}")
-
+        show = lambda done: status.update(f"predicting: {done:,} of {product.combinations:,}")  # noqa: E731
         file = write_what_if(args.page, product, predict, progress=show)
     say(f"written: {file}, {product.combinations:,} combinations, {size(file.stat().st_size)}")
     return 0
@@ -222,7 +220,7 @@ def product_of(args: argparse.Namespace) -> Product:
 def text_of(args: argparse.Namespace, names: tuple[str, ...]) -> list[str]:
     """The options of these names that are given, as on the command line."""
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
-    return [f"{fields.option(name)} {shlex.quote(str(value))}" for name, value in given.items()]
+    return [f"{option(name)} {shlex.quote(str(value))}" for name, value in given.items()]
 
 
 def axes_of(args: argparse.Namespace) -> list[Axis]:
@@ -239,16 +237,15 @@ def axes_of(args: argparse.Namespace) -> list[Axis]:
     return [
         axis("model", models),
         axis("hardware", hardware),
-        axis("world_size", fields.parse_whole_numbers("--ranks", args.ranks), label="ranks", option="--ranks"),
+        axis("world_size", fields.parse_whole_numbers("--ranks", args.ranks), label="ranks", named="--ranks"),
         *(axis(name, values) for name, values in lists.items()),
     ]
 
 
-def axis(name: str, values: list[Any], *, label: str = "", option: str = "") -> Axis:
+def axis(name: str, values: list[Any], *, label: str = "", named: str = "") -> Axis:
     """Repeated values count once."""
     from fsdp_lab.report.what_if_page import Axis
 
     unique = tuple(value for i, value in enumerate(values) if value not in values[:i])
     words = tuple(shlex.quote(fields.format_value(name, value)) for value in unique)
-    label, option = label or field_title(name), option or fields.option(name)
-    return Axis(name=name, label=label, option=option, values=unique, words=words)
+    return Axis(name=name, label=label or field_title(name), option=named or option(name), values=unique, words=words)

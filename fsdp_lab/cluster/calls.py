@@ -217,9 +217,7 @@ def verdict(what: str, outcomes: Mapping[int, Outcome]) -> Exception | None:
         others = {r: f"{error['kind']}: {error['reason']}" for r, error in errors.items() if r != rank}
         described = {name: first[name] for name in ("kind", "reason", "trace", "unix_s")}
         return RankError(rank=rank, what=what, others=others, **described)
-    if any(o.interrupted for o in outcomes.values()):
-        return Interrupted(f"{what} was interrupted")
-    return None
+    return Interrupted(f"{what} was interrupted") if any(o.interrupted for o in outcomes.values()) else None
 
 
 def _receive(member: Member, take: OnData | None, data: Mapping[str, Any]) -> None:

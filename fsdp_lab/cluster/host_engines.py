@@ -41,13 +41,7 @@ from fsdp_lab.cluster.addresses import Endpoint, Endpoints, new_token
 from fsdp_lab.cluster.detached import EndCommand, package_path, write_end_commands
 from fsdp_lab.cluster.engines import EngineProcess
 from fsdp_lab.cluster.hosts import Hosts, SshHosts
-from fsdp_lab.cluster.local_engines import (
-    ENVIRONMENT,
-    LOOPBACK,
-    EngineOrder,
-    LocalEngines,
-    controller_args,
-)
+from fsdp_lab.cluster.local_engines import ENVIRONMENT, LOOPBACK, EngineOrder, LocalEngines, controller_args
 
 LOOK_S, START_S, STATUS_S, END_S = 30.0, 60.0, 5.0, 4.0  # how long hosts may take to answer
 POST_MORTEM_S = 3.0  # for a host whose engine has ended, to say how
@@ -523,5 +517,4 @@ class SshEngines(HostEngines):
 
     def _end_commands(self) -> list[EndCommand]:
         sent = host_script.request("end", token=self.token).decode()
-        command = [self.shell.python, "-"]
-        return [(self.shell.command(name, command), sent) for name in self._hosts]
+        return [(self.shell.command(name, [self.shell.python, "-"]), sent) for name in self._hosts]

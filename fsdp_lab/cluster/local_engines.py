@@ -19,14 +19,7 @@ from traitlets.config import Config
 
 from fsdp_lab.base.process import HOST_MEMORY, MARK, Identity, end, machine, marked, sweep, usable_cores
 from fsdp_lab.cluster import ClusterError, StartError
-from fsdp_lab.cluster.detached import (
-    Claimed,
-    DetachedCluster,
-    Guardian,
-    package_path,
-    private_folder,
-    remove_private,
-)
+from fsdp_lab.cluster.detached import Claimed, DetachedCluster, Guardian, package_path, private_folder, remove_private
 from fsdp_lab.cluster.engine_server import SOCKET, ForkedEngineSetLauncher, start_server
 from fsdp_lab.cluster.engines import EngineProcess, Engines
 

@@ -123,10 +123,7 @@ def place(hosts: Sequence[Host], devices: Sequence[str] | None = None) -> Placem
     """Returns the seats of ranks, whose `hosts` are given in rank order; ranks of one machine are consecutive. `devices`:
     one for each rank. None: a GPU each where enough are free, shared GPUs where there are fewer, CPUs where there are
     none; none that another process uses, unless it is named. Raises SpecError for a device that is not there."""
-    if devices is None:
-        chosen, notes = _choose(hosts)
-    else:
-        chosen, notes = list(devices), _check(hosts, devices)
+    chosen, notes = _choose(hosts) if devices is None else (list(devices), _check(hosts, devices))
     load = Counter((host.name, device) for host, device in zip(hosts, chosen, strict=True) if device != "cpu")
     ranks_on = Counter(host.name for host in hosts)
     fullest = max(load.values(), default=1)

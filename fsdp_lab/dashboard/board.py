@@ -328,10 +328,8 @@ def _badge(row: Row, compared: Comparison) -> Cell:
     parity = row.parity
     if parity is None:
         return Cell(text="baseline" if row.label == compared.baseline else NONE, tone="soft")
-    text = compared.badge(row)
-    if parity.verdict is not Verdict.DIFFERENT:  # that has its icon
-        text = f"{ICONS[parity.verdict]} {text}"
-    return Cell(text=text, tone=TONES[parity.verdict], title=parity.sentence)
+    icon = f"{ICONS[parity.verdict]} " if parity.verdict in ICONS else ""  # another one is in the text
+    return Cell(text=icon + compared.badge(row), tone=TONES[parity.verdict], title=parity.sentence)
 
 
 def _state(row: Row, entry: Entry) -> Cell:

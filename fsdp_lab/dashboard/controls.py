@@ -108,8 +108,7 @@ class Controls(InputForm):
         """The step at which the ranks continue, if they train what is chosen; None: they begin at step 0."""
         if (step := held_step(self._lab)) is None:  # while ranks move there are none, and no Spec of theirs
             return None
-        changed = set(self._lab.spec.difference(self.choices.wanted))
-        return None if changed & {*LINEAGE, *RANK_FIELDS} else step
+        return None if {*LINEAGE, *RANK_FIELDS} & {*self._lab.spec.difference(self.choices.wanted)} else step
 
     def stop(self) -> None:
         """Requests that the run, or the whole comparison, ends at once, whatever the ranks are doing."""

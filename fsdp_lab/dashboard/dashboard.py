@@ -54,7 +54,7 @@ class Dashboard:
         self._slow = SlowMotionBox(lab, wanted=self._controls.slow_motion_spec)
         self.diagnosis = DiagnosisBox(choose=self._controls.accept)
         shown = [self._controls.widget, self._safety.widget, self.diagnosis.widget, self._live, self._slow.widget]
-        self._box = styled(widgets.VBox(shown), "fsdp-lab")
+        self.widget = styled(widgets.VBox(shown), "fsdp-lab")  # to be put into a layout of your own
         below = (self._writing, self._safety, self._slow, self.diagnosis)
         self._forms: tuple[InputForm, ...] = (self._controls, self._sweep_form, *below)
         answer_while_busy([self._live, *(widget for form in self._forms for widget in form.inputs)])
@@ -68,11 +68,6 @@ class Dashboard:
         """The open dashboard of a lab."""
         shown = vars(lab).get(SHOWN)
         return shown if isinstance(shown, cls) else None
-
-    @property
-    def widget(self) -> widgets.Widget:
-        """To be put into a layout of your own."""
-        return self._box
 
     def pin(self, run: RunView | None = None) -> str:
         """Keeps a run as it is now, to compare others with; returns its label, A to H.
@@ -124,7 +119,7 @@ class Dashboard:
         vars(self.lab).pop(SHOWN, None)
         self._slow.close()
         self._live.close()
-        for widget in (self._box, *self._slow.parts):
+        for widget in (self.widget, *self._slow.parts):
             close_all(widget)
 
     def _tick_until_closed(self) -> None:
@@ -157,8 +152,7 @@ class Dashboard:
 
     def _ipython_display_(self) -> None:
         self.prepare()
-        display_widget(self._box)
+        display_widget(self.widget)
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else plural(self._live.views, "view")
-        return f"<Dashboard of {self.lab!r}: {state}>"
+        return f"<Dashboard of {self.lab!r}: {'closed' if self.closed else plural(self._live.views, 'view')}>"

@@ -132,23 +132,19 @@ class Feed:
         """wanted: what is chosen, and to be predicted; None: what the run trains, or is about to train."""
         self._lab, self._wanted, self._predictor = lab, wanted, Predictor(lab)
         self._live, self._board, self._card = live, board, card
-        self._run: Run | WatchedRun | None = None
+        self.run: Run | WatchedRun | None = None
         self._compared = (board.shown, False)
         self._stage = Stage(lab.spec.world_size)
         self._display(swap=False)
 
-    @property
-    def run(self) -> Run | WatchedRun | None:
-        return self._run
-
     def tick(self) -> Sequence[StepEvent]:
         """Returns the events that are new. Not from two threads at once."""
         run, sweep = shown_run(self._lab), active_sweep(self._lab)
-        if self._run is not None and sweep is not None and sweep.current is None:
-            run = self._run  # between two turns of a sweep it is still the former one
+        if self.run is not None and sweep is not None and sweep.current is None:
+            run = self.run  # between two turns of a sweep it is still the former one
         events: Sequence[StepEvent] = ()
         if run is not None:
-            if self._run is None or run.id != self._run.id:
+            if self.run is None or run.id != self.run.id:
                 self._turn_to(run)
             stage = self._stage
             # Events before switches: a run records a switch before the first event of its Spec.
@@ -158,7 +154,7 @@ class Feed:
                 stage.show(stage.assembler.flush())
         for panel in self._stage.timelines:
             panel.update(())  # a person may have chosen another step
-        if not isinstance(self._run, WatchedRun) and isinstance(chosen := self._chosen(), Spec):
+        if not isinstance(self.run, WatchedRun) and isinstance(chosen := self._chosen(), Spec):
             prediction, is_made = self._predictor.of(chosen)
             if is_made:
                 self._stage.predict(prediction)
@@ -170,13 +166,13 @@ class Feed:
         """Returns what is chosen on the page; in a sweep it is the sweep's."""
         if self._wanted is not None and active_sweep(self._lab) is None:
             return self._wanted()
-        run = self._run
+        run = self.run
         return self._lab.spec if run is None or isinstance(run, WatchedRun) else run.pending or run.spec
 
     def _turn_to(self, run: Run | WatchedRun) -> None:
         sweep = self._lab.sweep
-        shape, first = self._stage.world_size, self._run is None
-        self._run = run
+        shape, first = self._stage.world_size, self.run is None
+        self.run = run
         # The empty panels are for it, so that the page rebuilds nothing. A watched loop was not predicted.
         if first and run.spec.world_size == shape and not isinstance(run, WatchedRun):
             follow_spec(self._stage.frame, run.spec)
@@ -217,7 +213,7 @@ class Feed:
     def _display(self, *, swap: bool) -> None:
         """Displays the stage; `swap` if its pictures are like the former one's, so that the page can keep them."""
         stage = self._stage
-        follow_spec(stage.frame, (self._run or self._lab).spec)
+        follow_spec(stage.frame, (self.run or self._lab).spec)
         stage.overlay(self._board.overlays())
         shared: dict[str, Any] = {"shared_sources": stage.frame.sources, "shared_patches": stage.frame.patches}
         texts: dict[str, Any] = {"headline": self._headline, "caution": self._caution}
@@ -226,12 +222,12 @@ class Feed:
 
     def _caution(self) -> str:
         """Says how far to trust the run's times."""
-        notes = () if self._run is None else self._run.notes
+        notes = () if self.run is None else self.run.notes
         return " ".join(f"{note[:1].upper()}{note[1:].rstrip('.')}." for note in notes)
 
     def _headline(self) -> str:
         """Says what is trained, or is about to be, how, and the last step."""
-        spec = self._chosen() if self._run is None else self._run.spec
+        spec = self._chosen() if self.run is None else self.run.spec
         model = spec.name if isinstance(spec, WatchedLoop) else short_value("model", spec.workload.model)
         ranks = f"{spec.world_size} rank{'s' * (spec.world_size != 1)}"
         last = self._stage.last

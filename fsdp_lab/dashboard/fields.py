@@ -109,9 +109,8 @@ class Choices(Generic[T]):
     def _review(self) -> None:
         """Updates the reasons of what is held."""
         for name, value in self.held.items():
-            error = self._refusal({name: value})
-            if error is None:  # possible by itself, but not with what it was chosen with
-                error = self._refusal(self.held)
+            # One that is possible by itself is not with what it was chosen with.
+            error = self._refusal({name: value}) or self._refusal(self.held)
             if error is not None:
                 self.notes[name] = _refused(error, self._fix({name: value}))
 
@@ -316,9 +315,7 @@ class Group:
 
 def _key(value: Any) -> Any:
     """A dropdown's value for a field's value: None means no choice to ipywidgets, and other objects may lack a hash."""
-    if value is None:
-        return AUTO
-    return value if isinstance(value, (str, int)) else _Opaque(value)
+    return AUTO if value is None else value if isinstance(value, (str, int)) else _Opaque(value)
 
 
 @dataclass(frozen=True)

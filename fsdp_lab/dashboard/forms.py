@@ -90,21 +90,6 @@ def styled(widget: Styled, *css: str) -> Styled:
     return widget
 
 
-def field(entry: widgets.Widget) -> widgets.VBox:
-    """An input with its label above it, like those of the controls."""
-    return styled(widgets.VBox([styled(entry, "fsdp-input")]), "fsdp-field")
-
-
-def row(parts: Sequence[widgets.Widget]) -> widgets.Box:
-    """Places widgets side by side, in as many lines as they need."""
-    return styled(widgets.Box(list(parts)), "fsdp-safety-row")
-
-
-def text_line(css: str) -> widgets.HTML:
-    """An empty text with a class of its own, so that the style sheet reserves room for it."""
-    return styled(widgets.HTML(), "fsdp-safety-words", css)
-
-
 def section(title: str, parts: Sequence[widgets.Widget]) -> widgets.VBox:
     """A titled part of a card."""
     head = styled(widgets.HTML(f"<h4>{escape(title)}</h4>"), "fsdp-safety-head")

@@ -12,20 +12,7 @@ import ipywidgets as widgets
 from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.formatting import duration, plural, size
 from fsdp_lab.cluster import ClusterError
-from fsdp_lab.dashboard.forms import (
-    HIDDEN,
-    InputForm,
-    error_text,
-    field,
-    prose,
-    put,
-    row,
-    section,
-    status,
-    styled,
-    text_line,
-    unfold,
-)
+from fsdp_lab.dashboard.forms import HIDDEN, InputForm, error_text, prose, put, section, status, styled, unfold
 from fsdp_lab.dashboard.lab_like import LabLike, active_run
 from fsdp_lab.runs import EvalConfig, Incident, RecoveryPolicy, Run, RunState, WatchedRun
 from fsdp_lab.runs.run import Drill
@@ -54,6 +41,21 @@ SAID = "Why is said above. Recover it, or press Start."
 LASTING = "slow"  # the only drill whose effect lasts until it is ended
 
 Begin = Callable[[Callable[[Mapping[str, Any]], Run]], None]
+
+
+def field(entry: widgets.Widget) -> widgets.VBox:
+    """An input with its label above it, like those of the controls."""
+    return styled(widgets.VBox([styled(entry, "fsdp-input")]), "fsdp-field")
+
+
+def row(parts: Sequence[widgets.Widget]) -> widgets.Box:
+    """Places widgets side by side, in as many lines as they need."""
+    return styled(widgets.Box(list(parts)), "fsdp-safety-row")
+
+
+def text_line(css: str) -> widgets.HTML:
+    """An empty text with a class of its own, so that the style sheet reserves room for it."""
+    return styled(widgets.HTML(), "fsdp-safety-words", css)
 
 
 class SafetyBox(InputForm):

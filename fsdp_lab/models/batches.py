@@ -20,28 +20,12 @@ from typing import Any
 
 import numpy as np
 
+from fsdp_lab.models import check, sources
 from fsdp_lab.models.cache import Progress, no_progress
-from fsdp_lab.models.check import (
-    IMAGES,
-    check_held_out,
-    check_shapes,
-    checked_records,
-    checked_text,
-    held_out_count,
-    is_plain,
-)
+from fsdp_lab.models.check import check_held_out, checked_records, checked_text, held_out_count, is_plain
 from fsdp_lab.models.data import FolderImages, SyntheticImages
 from fsdp_lab.models.presets import Kind, facts_of
-from fsdp_lab.models.sources import (
-    Batch,
-    CausalTokens,
-    HalvedTokens,
-    ImageSource,
-    Indices,
-    MaskedTokens,
-    Source,
-    TokenSource,
-)
+from fsdp_lab.models.sources import Batch, CausalTokens, HalvedTokens, Indices, MaskedTokens, Source, TokenSource
 from fsdp_lab.models.tokens import ByteTokenizer, Tokenizer, bytes_as_tokens, open_tokenizer, open_tokens
 from fsdp_lab.spec.workload import SAMPLES, Workload
 
@@ -146,14 +130,15 @@ class Batches:
 def open_source(workload: Workload, config: Any, progress: Progress = no_progress) -> Source:
     """The workload's samples, for the kind of model of `config`. Raises SpecError."""
     facts = facts_of(config)
-    check_shapes(workload, facts)
+    check.check_shapes(workload, facts)
     if facts.kind == "image":
-        return ImageSource(SyntheticImages(facts) if workload.data == IMAGES else FolderImages(workload.data, facts))
+        is_made = workload.data == check.IMAGES
+        return sources.ImageSource(SyntheticImages(facts) if is_made else FolderImages(workload.data, facts))
     if is_plain(workload):
         tokenizer: Tokenizer = ByteTokenizer()
         tokens = bytes_as_tokens(checked_text(workload))
     else:
         records, tokenizer = checked_records(workload, facts)
         tokens = open_tokens(records, tokenizer, whole=workload.packing == "padded", progress=progress)
-    sources: dict[Kind, type[TokenSource]] = {"causal": CausalTokens, "masked": MaskedTokens, "seq2seq": HalvedTokens}
-    return sources[facts.kind](tokens, tokenizer, workload, facts, progress)
+    kinds: dict[Kind, type[TokenSource]] = {"causal": CausalTokens, "masked": MaskedTokens, "seq2seq": HalvedTokens}
+    return kinds[facts.kind](tokens, tokenizer, workload, facts, progress)

@@ -12,19 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.base.errors import FieldError, SpecError
+from fsdp_lab.models import tokens
 from fsdp_lab.models.cache import is_hub_name, weights_folder
 from fsdp_lab.models.data import SMALLEST_VOCABULARY, SYNTHETIC_COUNT, FolderImages, Text, open_text
 from fsdp_lab.models.presets import PRESETS, Facts, facts_of
 from fsdp_lab.models.records import Format, Records, data_files, open_records
-from fsdp_lab.models.tokens import (
-    ByteTokenizer,
-    FolderTokenizer,
-    Tokenizer,
-    encoded,
-    has_tokenizer,
-    open_tokenizer,
-    tokenizer_folder,
-)
+from fsdp_lab.models.tokens import Tokenizer, has_tokenizer, open_tokenizer, tokenizer_folder
 from fsdp_lab.spec.fields import rows_of
 from fsdp_lab.spec.workload import MOST_HELD_OUT, Workload
 
@@ -133,17 +126,17 @@ def checked_records(workload: Workload, facts: Facts) -> tuple[Records, Tokenize
     if [kind for _, kind in files] == [Format.TEXT]:
         open_text(workload.data)
     records = open_records(workload, files)
-    encoded(list(islice(records.read(), 1)), tokenizer, whole=workload.packing == "padded")
+    tokens.encoded(list(islice(records.read(), 1)), tokenizer, whole=workload.packing == "padded")
     return records, tokenizer
 
 
 def _check_ids(workload: Workload, tokenizer: Tokenizer) -> None:
     """Raises SpecError if tokens have other ids than beside the weights that the model begins with."""
-    if isinstance(tokenizer, ByteTokenizer) or (folder := weights_folder(workload)) is None:
+    if isinstance(tokenizer, tokens.ByteTokenizer) or (folder := weights_folder(workload)) is None:
         return
     if not has_tokenizer(folder) or folder == tokenizer_folder(workload):
         return
-    known = FolderTokenizer(folder).ids
+    known = tokens.FolderTokenizer(folder).ids
     if other := {token for token, id_ in known.items() if tokenizer.ids.get(token) != id_}:
         first = min(other, key=known.__getitem__)
         reason = (

@@ -94,8 +94,7 @@ def _refusal(data: str, reason: str) -> SpecError:
 
 
 def stdlib_files() -> Iterator[Path]:
-    paths = walk(Path(sysconfig.get_paths()["stdlib"]), _NOT_TEXT_OF_STDLIB)
-    return (path for path in paths if path.suffix == ".py")
+    return (p for p in walk(Path(sysconfig.get_paths()["stdlib"]), _NOT_TEXT_OF_STDLIB) if p.suffix == ".py")
 
 
 def text_files(folder: Path) -> Iterator[Path]:
@@ -185,8 +184,7 @@ class FolderImages:
         assert facts.image_pixels is not None
         self._facts = facts
         self._entries = _entries(folder, facts)
-        decoded_bytes = facts.channels * math.prod(facts.image_pixels)
-        self._most_kept = _CACHE_BYTES // decoded_bytes
+        self._most_kept = _CACHE_BYTES // (facts.channels * math.prod(facts.image_pixels))
         self._kept: dict[int, Bytes] = {}  # as many as fit; the last ones would all be missed by who reads in order
         self.count = len(self._entries)
         names = "\n".join(str(path.relative_to(Path(folder).expanduser())) for path, _ in self._entries)

@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Self
+from typing import Any, Self
 
 from fsdp_lab.planner.devices import Machine, Rates
 
@@ -147,22 +147,18 @@ class ErrorScale:
 def worse(rates: Rates, kind: RateKind, by: float) -> Rates:
     """The rates with one kind slower by a factor of exp(by)."""
     f = math.exp(by)
-    if kind is RateKind.COMPUTING:
-        attention = {generation: share / f for generation, share in rates.attention.items()}
-        return replace(rates, matrix=rates.matrix / f, attention=attention, operands=rates.operands * f)
-    if kind is RateKind.TRAFFIC:
-        return replace(rates, traffic=rates.traffic * f)
-    if kind is RateKind.LINK:
-        return replace(rates, link=rates.link / f)
-    if kind is RateKind.NETWORK:
-        return replace(rates, network=rates.network / f)
-    if kind is RateKind.LATENESS:
-        return replace(rates, latency_s=rates.latency_s * f, hop_s=rates.hop_s * f, jitter_s=rates.jitter_s * f)
-    if kind is RateKind.OVERLAP:
-        return replace(rates, interference=rates.interference * f)
-    if kind is RateKind.EAGER:
-        return replace(rates, eager_s=rates.eager_s * f)
-    return replace(rates, kernel_s=rates.kernel_s * f, step_s=rates.step_s * f)
+    attention = {generation: share / f for generation, share in rates.attention.items()}
+    changes: dict[RateKind, dict[str, Any]] = {
+        RateKind.COMPUTING: {"matrix": rates.matrix / f, "attention": attention, "operands": rates.operands * f},
+        RateKind.TRAFFIC: {"traffic": rates.traffic * f},
+        RateKind.LINK: {"link": rates.link / f},
+        RateKind.NETWORK: {"network": rates.network / f},
+        RateKind.LATENESS: {name: getattr(rates, name) * f for name in ("latency_s", "hop_s", "jitter_s")},
+        RateKind.OVERLAP: {"interference": rates.interference * f},
+        RateKind.HOST: {"kernel_s": rates.kernel_s * f, "step_s": rates.step_s * f},
+        RateKind.EAGER: {"eager_s": rates.eager_s * f},
+    }
+    return replace(rates, **changes[kind])
 
 
 def of_network(errors: TimeErrors) -> TimeErrors:

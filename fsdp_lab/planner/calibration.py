@@ -161,8 +161,7 @@ class Calibration:
     def rates(self) -> Rates:
         """The measured rates, for `plan`."""
         rates = replace(PUBLISHED, matrix=1.0, memory=1.0, link=1.0, network=1.0)
-        rates = replace(rates, latency_s=0.0, hop_s=0.0, jitter_s=0.0, step_s=0.0, kernel_s=0.0)
-        rates = replace(rates, interference=0.5)
+        rates = replace(rates, latency_s=0.0, hop_s=0.0, jitter_s=0.0, step_s=0.0, kernel_s=0.0, interference=0.5)
         for _ in range(6):  # each has a small effect on the measurements that determine the others
             if self.on_gpu:
                 rates = replace(rates, eager_s=self._eager_s(rates))

@@ -198,9 +198,7 @@ def update_bytes(optimizer: TorchOptimizer) -> int:
         return 12 + 8 * len(optimizer.slots)
     if optimizer.name == "sgd":
         return 12 + 20 * bool(optimizer["momentum"]) + 12 * bool(optimizer["nesterov"])
-    if not optimizer.is_known:
-        return 12 + 34 * len(optimizer.slots)
-    return 80 + 12 * bool(optimizer["amsgrad"])
+    return 80 + 12 * bool(optimizer["amsgrad"]) if optimizer.is_known else 12 + 34 * len(optimizer.slots)
 
 
 # Bytes that an element's kernels read and write: forward, backward; then the same if a compiler has fused neighbours.
@@ -295,8 +293,7 @@ def collective_seconds(kind: str, payload_bytes: float, group: RankGroup, machin
     sent = link_bytes(kind, payload_bytes, group.size)
     if kind in machine.collectives or (kind in machine.inside and group.size * group.stride <= machine.per_host):
         return _measured_seconds(kind, sent, group, machine)
-    inside = min(machine.per_host, group.size * group.stride)
-    shared = 1 if machine.device.switched else inside
+    shared = 1 if machine.device.switched else min(machine.per_host, group.size * group.stride)
     slowest = sent * shared / (machine.device.link_bytes_per_s * rates.link)
     if kind == "all_reduce" and machine.switches_reduce:
         slowest /= MULTICAST

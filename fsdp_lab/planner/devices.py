@@ -174,8 +174,7 @@ class Machine:
             return self
         if limit_bytes <= 0:
             raise ArgumentError("memory_limit", f"{limit_bytes} bytes are refused", "give a size above 0")
-        least = min(limit_bytes, self.device.memory_bytes)
-        return replace(self, device=replace(self.device, memory_bytes=least))
+        return replace(self, device=replace(self.device, memory_bytes=min(limit_bytes, self.device.memory_bytes)))
 
 
 # The default network of a host: that of the vendor's reference design or of the usual cloud machine; of A100s, whose

@@ -10,17 +10,8 @@ from dataclasses import dataclass
 from fsdp_lab.base.events import RoleBytes
 from fsdp_lab.engine.schedule import Direction, PointSide
 from fsdp_lab.planner.costs import arithmetic
-from fsdp_lab.planner.memory_models.base import (
-    ACTIVATIONS,
-    GRADIENTS,
-    MASTER,
-    OTHER,
-    PARAMETERS,
-    UNSHARDED,
-    MemoryModel,
-    MemoryTracker,
-    role_bytes,
-)
+from fsdp_lab.planner.memory_models import base
+from fsdp_lab.planner.memory_models.base import MemoryModel, MemoryTracker, role_bytes
 from fsdp_lab.planner.memory_models.flat import FlatMemory
 from fsdp_lab.planner.memory_models.fsdp import DDPMemory, FSDP1Memory, FSDP2Memory
 from fsdp_lab.planner.model_shape import ALLOCATED, ARRIVED, FREED, ModelShape, TapeChange, TapeSegment
@@ -63,11 +54,11 @@ def loading_bytes(spec: Spec, shape: ModelShape, *, device: str) -> int:
     on_gpu, tracker, backend = device != "cpu", MemoryTracker(), spec.strategy.backend
     model: MemoryModel = MODELS[backend](spec, shape, tracker, on_gpu=on_gpu)
     model.alloc_state()
-    has_copies = model.offloaded and tracker.now[PARAMETERS] > 0
+    has_copies = model.offloaded and tracker.now[base.PARAMETERS] > 0
     values = sum(u.shard * (not (model.offloaded and on_gpu)) + u.cast * has_copies for u in model.units)
-    buckets = tracker.now[UNSHARDED] + tracker.now[GRADIENTS] if not spec.strategy.traits.has_units else 0.0
-    skeleton = 0 if on_gpu else MASTER * max(n for unit in shape.units for n in unit.parameters)
-    whole = MASTER * max(unit.numel for unit in shape.units) if backend == "fsdp1" else 0
+    buckets = tracker.now[base.UNSHARDED] + tracker.now[base.GRADIENTS] if not spec.strategy.traits.has_units else 0.0
+    skeleton = 0 if on_gpu else base.MASTER * max(n for unit in shape.units for n in unit.parameters)
+    whole = base.MASTER * max(unit.numel for unit in shape.units) if backend == "fsdp1" else 0
     return round(max(skeleton, whole * (2 + 1 / spec.shard_factor), buckets + values))
 
 
@@ -90,17 +81,17 @@ class _Step:
 
     def plan(self) -> MemoryPlan:
         tracker, model = self._tracker, self._model
-        tracker.alloc(OTHER, self._shape.buffers_bytes)
+        tracker.alloc(base.OTHER, self._shape.buffers_bytes)
         model.alloc_state()
         held = role_bytes(tracker.now)
         on_device = self._shape.batch.bytes_of(self._samples, self._tokens)
         batch = on_device if self._on_gpu else batch_bytes(self._spec, self._shape)
         tape = tape_of(self._shape, self._spec)
         for micro in _distinct_micro_batches(self._spec):
-            tracker.alloc(OTHER, batch)
+            tracker.alloc(base.OTHER, batch)
             model.begin_micro_batch(reduces=self._spec.communicates(micro))
             self._play(tape)
-            tracker.free(OTHER, batch)
+            tracker.free(base.OTHER, batch)
         tracker.where = (Direction.UPDATE, 0)
         model.update()
         model.drop_gradients()
@@ -156,13 +147,13 @@ class _Step:
             self._sizes[id(changes)] = (changes, sized)  # with the changes, whose id must not be reused
         for kind, size, unit, index in self._sizes[id(changes)][1]:
             if kind == ALLOCATED:
-                tracker.alloc(ACTIVATIONS, size)
+                tracker.alloc(base.ACTIVATIONS, size)
             elif kind == FREED:
-                tracker.free(ACTIVATIONS, size)
+                tracker.free(base.ACTIVATIONS, size)
             elif kind == ARRIVED:
                 model.gradient_ready(own if unit is None else unit, index, size)
             else:
-                tracker.alloc(GRADIENTS, size)
+                tracker.alloc(base.GRADIENTS, size)
 
 
 def _distinct_micro_batches(spec: Spec) -> list[int]:

@@ -255,8 +255,7 @@ def _size(terms: Any) -> SizeFormula:
 
 def _change_from_list(row: Sequence[int], sizes: Sequence[SizeFormula]) -> TapeChange:
     kind, size, *whose = row
-    index = whose[0] if whose else -1
-    return TapeChange(_KINDS[kind], sizes[size], whose[1] if len(whose) > 1 else None, index)
+    return TapeChange(_KINDS[kind], sizes[size], whose[1] if len(whose) > 1 else None, whose[0] if whose else -1)
 
 
 def _unit_to_dict(unit: UnitShape) -> dict[str, Any]:

@@ -10,18 +10,8 @@ from typing import Any, Self
 from fsdp_lab.base.errors import ArgumentError, SpecError
 from fsdp_lab.base.events import Role
 from fsdp_lab.base.formatting import Table, count, duration, duration_range, size
-from fsdp_lab.planner.bands import (
-    CALIBRATED_ERRORS,
-    COVERED,
-    MEMORY_ERRORS,
-    PUBLISHED_ERRORS,
-    Band,
-    CalibratedErrors,
-    ErrorScale,
-    TimeErrors,
-    error_scale,
-    of_network,
-)
+from fsdp_lab.planner import bands
+from fsdp_lab.planner.bands import COVERED, MEMORY_ERRORS, PUBLISHED_ERRORS, Band, ErrorScale, error_scale, of_network
 from fsdp_lab.planner.costs import Computing, ComputingOf
 from fsdp_lab.planner.devices import PUBLISHED, Machine, Rates
 from fsdp_lab.planner.memory import CONTEXT_BYTES, MemoryPlan, loading_bytes, memory
@@ -115,8 +105,8 @@ class Plan:
         return error_scale(errors, self.machine, self.rates, seconds)
 
     @property
-    def _errors(self) -> TimeErrors | CalibratedErrors:
-        return CALIBRATED_ERRORS if self.machine.is_measured else PUBLISHED_ERRORS
+    def _errors(self) -> bands.TimeErrors | bands.CalibratedErrors:
+        return bands.CALIBRATED_ERRORS if self.machine.is_measured else PUBLISHED_ERRORS
 
     def step_time_band_s(self, level: float = COVERED) -> Band:
         """The interval that holds the measured step time with this probability."""
@@ -184,15 +174,15 @@ class Plan:
 
     def _bands(self) -> dict[str, float]:
         """Ends of the 80 % band beside each figure, and of the 50 % band of times."""
-        ranks, bands = self.machine.ranks, dict[str, Band]()
+        ranks, told = self.machine.ranks, dict[str, Band]()
         for end, level in (("", COVERED), ("_50", 0.5)):
             step_s, tokens = self.step_time_band_s(level), self.tokens_per_s_band(level)
             each = Band(tokens.low / ranks, tokens.high / ranks)
-            bands |= {f"step_time_s{end}": step_s, f"tokens_per_s{end}": tokens, f"tokens_per_s_per_rank{end}": each}
-        bands["peak_memory_bytes"] = self.memory_band_bytes(self.memory.peak_bytes)
-        bands["reserved_memory_bytes"] = self.memory_band_bytes(self.memory.reserved_bytes)
+            told |= {f"step_time_s{end}": step_s, f"tokens_per_s{end}": tokens, f"tokens_per_s_per_rank{end}": each}
+        told["peak_memory_bytes"] = self.memory_band_bytes(self.memory.peak_bytes)
+        told["reserved_memory_bytes"] = self.memory_band_bytes(self.memory.reserved_bytes)
         flat = dict[str, float]()
-        for name, band in bands.items():
+        for name, band in told.items():
             base, end = (name.removesuffix("_50"), "_50") if name.endswith("_50") else (name, "")
             flat |= {f"{base}_low{end}": band.low, f"{base}_high{end}": band.high}
         return flat

@@ -46,12 +46,10 @@ class Search:
     nearest: Plan | None = None
 
     def __repr__(self) -> str:
-        table = [repr(self.table())] if self.top else []
-        return "\n".join([*table, self.sentence])
+        return f"{self.table()!r}\n{self.sentence}" if self.top else self.sentence
 
     def _repr_html_(self) -> str:
-        table = self.table()._repr_html_() if self.top else ""
-        return f"{table}<p>{escape(self.sentence)}</p>"
+        return f"{self.table()._repr_html_() if self.top else ''}<p>{escape(self.sentence)}</p>"
 
     @property
     def shown(self) -> tuple[Candidate, ...]:

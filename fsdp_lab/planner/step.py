@@ -16,19 +16,8 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import NamedTuple
 
 from fsdp_lab.engine.schedule import Action, Direction, Phase, PointSide, Rules, Schedule, UnitCall
-from fsdp_lab.planner.costs import (
-    BUCKET,
-    BYTES,
-    FIRST_BUCKET,
-    SEND_KERNELS,
-    Computing,
-    ComputingOf,
-    RankGroup,
-    Work,
-    collective_seconds,
-    late_s,
-    link_bytes,
-)
+from fsdp_lab.planner import costs
+from fsdp_lab.planner.costs import Computing, ComputingOf, RankGroup, Work, collective_seconds, late_s, link_bytes
 from fsdp_lab.planner.devices import Machine, Rates
 from fsdp_lab.planner.model_shape import ModelShape, UnitShape
 from fsdp_lab.spec.link import LinkSpec
@@ -178,7 +167,7 @@ class StepModel:
     @functools.cached_property
     def _send_issue_s(self) -> float:
         each = self.rates.eager_s if self.units[0].kernels else self.rates.kernel_s
-        return SEND_KERNELS * each + self.rates.host(self.spec.strategy.backend).send_s
+        return costs.SEND_KERNELS * each + self.rates.host(self.spec.strategy.backend).send_s
 
     @property
     def may_lag(self) -> bool:
@@ -206,11 +195,11 @@ class StepModel:
 
     def _bucket_elements(self) -> dict[int, int]:
         """DDP: unit -> elements of the bucket that its gradients fill; the last unit of a backward is the root."""
-        buckets, filled, cap = dict[int, int](), 0, FIRST_BUCKET
+        buckets, filled, cap = dict[int, int](), 0, costs.FIRST_BUCKET
         for i in (*range(len(self.units) - 1, 0, -1), 0):
             filled += self.units[i].trained_numel
             if filled * 4 >= cap or i == 0:
-                buckets[i], filled, cap = filled, 0, BUCKET
+                buckets[i], filled, cap = filled, 0, costs.BUCKET
         return buckets
 
     def seconds(self, action: Action, *, reduces: bool = True) -> float:
@@ -271,8 +260,8 @@ class StepModel:
             return []
         if phase is Phase.UNSHARD:
             sends = self._factor > 1 and self.spec.strategy.gather == "copy"
-            return [("all_gather", elements * BYTES[self._dtypes.param], self._shard)] if sends else []
-        size = elements * BYTES[self._dtypes.reduce]
+            return [("all_gather", elements * costs.BYTES[self._dtypes.param], self._shard)] if sends else []
+        size = elements * costs.BYTES[self._dtypes.reduce]
         scatter = [("reduce_scatter", size, self._shard)] if self._factor > 1 else []
         across = [("all_reduce", size / self._factor, self._replicas)] if self._replicas.size > 1 and size else []
         return scatter + across

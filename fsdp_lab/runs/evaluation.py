@@ -62,8 +62,7 @@ class EvalConfig:
     def due(self, steps: range, until: int | None) -> dict[int, int]:
         """The first of `steps` after which to evaluate, with the number of samples; empty where there is none. `until`: the
         step before which the run ends; its last step is evaluated, too."""
-        due = [n for n in steps if (n + 1) % self.every == 0 or n + 1 == until]
-        return dict.fromkeys(due[:1], self.samples)
+        return dict.fromkeys([n for n in steps if (n + 1) % self.every == 0 or n + 1 == until][:1], self.samples)
 
 
 class Evaluation(NamedTuple):

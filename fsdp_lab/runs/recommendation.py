@@ -68,8 +68,7 @@ class Recommendation:
 
     def lines(self) -> tuple[str, ...]:
         """Recommendation, toggles and exclusions, a sentence each, without the notes."""
-        reasons = labels_by(self.excluded.items())
-        left_out = (f"Not recommended, {labels}: {why}." for why, labels in reasons.items())
+        left_out = (f"Not recommended, {labels}: {why}." for why, labels in labels_by(self.excluded.items()).items())
         return (*self.sentences, *(t.sentence for t in self.toggles), *left_out)
 
     def __str__(self) -> str:
@@ -124,9 +123,7 @@ def _excluded(compared: Comparison, row: Row, limit_bytes: int | None) -> str:
     need, limit = row.figures.peak_memory_bytes, limit_bytes or row.figures.limit_bytes
     if need is None:
         return "its peak memory has not been measured (a run's third step does)"
-    if limit is not None and need > limit:
-        return f"it needs {size(need)} of {size(limit)} a rank"
-    return ""
+    return f"it needs {size(need)} of {size(limit)} a rank" if limit is not None and need > limit else ""
 
 
 def _speed(row: Row) -> float:

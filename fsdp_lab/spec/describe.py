@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from fsdp_lab.spec.fields import AUTO, FieldRow
@@ -30,10 +31,7 @@ def flat_fields(spec: Trained | Mapping[str, Any]) -> dict[str, Any]:
 
 def differing_fields(flats: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Names of the fields whose values are not equal in all of them."""
-
-    def key(value: Any) -> str:
-        return json.dumps(value, sort_keys=True, default=str)
-
+    key = partial(json.dumps, sort_keys=True, default=str)
     told = {name: {key(flat[name]) for flat in flats if flat[name] != UNKNOWN} for name in (flats[0] if flats else ())}
     return tuple(name for name, values in told.items() if len(values) > 1)
 

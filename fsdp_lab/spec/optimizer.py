@@ -10,7 +10,6 @@ kernel computes the end of a tensor in another way than the rest, so that its bi
 """
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -77,10 +76,6 @@ _SLOTS: Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
     "Rprop": (("prev", "step_size"), {}),
     "SGD": ((), {"momentum": "momentum_buffer"}),
 }
-
-
-def is_class_name(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"[A-Za-z]\w*", value) is not None
 
 
 def one_spelling(name: str) -> str:

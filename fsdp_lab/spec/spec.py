@@ -18,20 +18,8 @@ from typing import Any
 
 from fsdp_lab.base.errors import SpecError, is_whole
 from fsdp_lab.engine.schedule import OffloadPolicy, PrefetchPolicy, Rules
-from fsdp_lab.spec.fields import (
-    BOOL,
-    FieldRow,
-    Limit,
-    check_fields,
-    check_value,
-    knob,
-    matching,
-    one_of,
-    only,
-    rows_of,
-    values,
-    whole,
-)
+from fsdp_lab.spec import fields
+from fsdp_lab.spec.fields import BOOL, FieldRow, Limit, check_value, knob, one_of, only, rows_of, values, whole
 from fsdp_lab.spec.link import OFFERED, LinkError, LinkSpec
 from fsdp_lab.spec.user_code import UserCode, code_name, is_code
 from fsdp_lab.spec.workload import Workload
@@ -121,7 +109,7 @@ class Precision:
     # fmt: on
 
     def __post_init__(self) -> None:
-        check_fields("strategy.precision", self)
+        fields.check_fields("strategy.precision", self)
 
 
 PRECISIONS: Mapping[str, Precision] = {
@@ -134,11 +122,11 @@ _PRECISION = values(
     lambda v: isinstance(v, Precision) or (isinstance(v, str) and v in PRECISIONS),
     f"one of {', '.join(PRECISIONS)}, or param, reduce, output and buffer",
 )
-_WRAP = matching(
+_WRAP = fields.matching(
     r"block|whole|every:[1-9]\d*|min_params:[1-9]\d*|class:\w+",
     '"block", "every:K", "min_params:N", "class:NAME" or "whole"',
 )
-_RECOMPUTE = matching(r"none|full|every:[1-9]\d*", '"none", "full" or "every:K"')
+_RECOMPUTE = fields.matching(r"none|full|every:[1-9]\d*", '"none", "full" or "every:K"')
 _ENGINE = values(
     is_code, 'a class with the methods shard, gather, free and reduce, or its name as "package.module:name"'
 )
@@ -267,7 +255,7 @@ class Strategy:
     # fmt: on
 
     def __post_init__(self) -> None:
-        check_fields("strategy", self)
+        fields.check_fields("strategy", self)
         if self.is_yours and self.engine is None:
             reason = "backend yours is a class of your own, and there is none"
             hint = "give engine=YourClass, with the methods shard, gather, free and reduce"
@@ -636,7 +624,7 @@ def _check_devices(devices: Any, world_size: int) -> tuple[str, ...]:
         hint = 'give a list such as ["cuda:0", "cuda:1"], or nothing'
         raise SpecError("devices", reason, hint, {"devices": instead})
     for d in devices:
-        check_value("devices", d, matching(r"cpu|cuda:\d+", '"cpu" or "cuda:N" for each rank'))
+        check_value("devices", d, fields.matching(r"cpu|cuda:\d+", '"cpu" or "cuda:N" for each rank'))
     if len({d == "cpu" for d in devices}) > 1:
         reason = "ranks on CPUs and on GPUs cannot share one model"
         raise SpecError("devices", reason, "choose one kind", {"devices": None})
@@ -657,10 +645,10 @@ def _fields(prefix: str, given: Mapping[str, Any], kind: type) -> dict[str, Any]
     for name in given:
         if name not in names:
             raise SpecError(f"{prefix}{name}", "there is no such field", f"the fields are {', '.join(names)}")
-    fields = dict(given)
-    if isinstance(fields.get("precision"), Mapping):
-        fields["precision"] = Precision(**_fields("strategy.precision.", fields["precision"], Precision))
-    return fields
+    made = dict(given)
+    if isinstance(made.get("precision"), Mapping):
+        made["precision"] = Precision(**_fields("strategy.precision.", made["precision"], Precision))
+    return made
 
 
 def changed_dict(base: Spec, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -691,6 +679,4 @@ def plain(value: Any) -> Any:
     """Mappings as dicts and sequences as lists, recursively."""
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
-    return value
+    return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from fsdp_lab.base.errors import SpecError, is_number, is_whole
+from fsdp_lab.spec import fields
 from fsdp_lab.spec.fields import NOT_NEGATIVE, POSITIVE, check_fields, knob, one_of, only, rows_of, text, values, whole
-from fsdp_lab.spec.optimizer import (
-    LR_SCHEDULES,
-    OPTIMIZERS,
-    Arguments,
-    LrSchedule,
-    TorchOptimizer,
-    is_class_name,
-    one_spelling,
-)
+from fsdp_lab.spec.optimizer import LR_SCHEDULES, OPTIMIZERS, Arguments, LrSchedule, TorchOptimizer, one_spelling
 from fsdp_lab.spec.param_groups import GroupKey, ParamGroup, are_groups, are_patterns, read_groups
 from fsdp_lab.spec.user_code import UserCode, is_code
 
@@ -60,7 +54,7 @@ class Lora:
         """Makes one from its fields as a mapping, or None."""
         if given is None or isinstance(given, cls):
             return given
-        names = {f.name for f in fields(cls)}
+        names = {f.name for f in dataclasses.fields(cls)}
         if not isinstance(given, Mapping) or not set(given) <= names or "r" not in given:
             raise SpecError(LORA_FIELD, f"{given!r} is refused", _LORA_HINT, {"lora": None})
         return cls(**given)
@@ -90,7 +84,8 @@ _GROUPS = values(
     are_groups, 'groups such as [{"match": ["*.bias"], "lr": 1e-4, "weight_decay": 0}], with an lr above 0, or null'
 )
 _OPTIMIZER = replace(
-    values(is_class_name, "adamw, sgd, or the name of another class of torch.optim, such as RMSprop"), tokens=OPTIMIZERS
+    fields.matching(r"[A-Za-z]\w*", "adamw, sgd, or the name of another class of torch.optim, such as RMSprop"),
+    tokens=OPTIMIZERS,
 )
 _ARGUMENTS = values(lambda v: isinstance(v, Mapping), 'arguments of its class by name, such as {"fused": true}')
 _ALL_TRAINED = "your engine is given parameters that are all trained"
@@ -261,7 +256,7 @@ class Workload:
         if not is_code(self.data):
             reason = f"{self.data!r} is for models of transformers, and the model is your own"
             raise SpecError("workload.data", reason, "give a dataset, or a function that returns one")
-        for f in fields(self):
+        for f in dataclasses.fields(self):
             if f.metadata["row"].of_configs and getattr(self, f.name) != f.default:
                 fix, reason = {f.name: f.default}, "it means nothing for a model of your own"
                 raise SpecError(f"workload.{f.name}", reason, "leave it out", fix)

@@ -93,9 +93,8 @@ class SpanRange:
 
     def _set(self, start: float, end: float, low: float) -> None:
         step = round_up((end - start) / 10)
-        self.start = math.floor(start / step) * step
-        if low >= 0:
-            self.start = max(0.0, self.start)
+        floor = math.floor(start / step) * step
+        self.start = max(0.0, floor) if low >= 0 else floor
         self.end = math.ceil(end / step) * step
 
 

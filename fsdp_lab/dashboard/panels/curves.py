@@ -15,19 +15,9 @@ from bokeh.plotting import figure
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.base.formatting import count, duration, figures, known_or_dash
 from fsdp_lab.dashboard import theme
-from fsdp_lab.dashboard.panels import draw
+from fsdp_lab.dashboard.panels import base, draw
 from fsdp_lab.dashboard.panels.axis import SMOOTH_STEPS, STEP_LIMIT, SpanRange, StepAxis, ZeroRange
-from fsdp_lab.dashboard.panels.base import (
-    Captions,
-    Cell,
-    Columns,
-    Key,
-    Numbers,
-    Panel,
-    Patches,
-    Prediction,
-    with_prediction,
-)
+from fsdp_lab.dashboard.panels.base import Captions, Cell, Columns, Key, Numbers, Panel, Patches, Prediction
 from fsdp_lab.runs.evaluation import in_words
 from fsdp_lab.runs.steps import Step
 from fsdp_lab.runs.summary import Peaks
@@ -214,7 +204,7 @@ class ThroughputPanel(CurvePanel):
         reading, legend = own.reading, own.legend
         if p is not None and p.step_time_s is not None:
             measured = duration(self._medians[1]) if self._recent and self._spec_id == p.spec_id else None
-            reading = with_prediction(reading, f"{duration(p.step_time_s)} a step", measured)
+            reading = base.with_prediction(reading, f"{duration(p.step_time_s)} a step", measured)
             legend = (*legend, Key(label="predicted", token="ink.marker", hatch="dashes"))
         return replace(own, reading=reading, legend=(*legend, *self._frame.other_keys()))
 

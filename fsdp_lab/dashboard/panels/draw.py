@@ -3,16 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from bokeh.models import (
-    AdaptiveTicker,
-    ColumnDataSource,
-    FixedTicker,
-    HoverTool,
-    NumeralTickFormatter,
-    Range1d,
-    TickFormatter,
-)
+from bokeh.models import AdaptiveTicker, ColumnDataSource, FixedTicker, HoverTool, NumeralTickFormatter, Range1d
 from bokeh.models.annotations import Span
+from bokeh.models.formatters import TickFormatter
 from bokeh.plotting import figure
 
 from fsdp_lab.base.events import Role, StepEvent

@@ -141,16 +141,14 @@ class HoldingsPanel(BaseCard):
 
     def update(self, moment: StepMoment) -> None:
         self._moment = moment
-        frames = moment.frames[: self.ranks]
-        units = self._axis.units
+        frames, units = moment.frames[: self.ranks], self._axis.units
         left, right = (0.0, 1.0) if moment.direction == "update" else units.get(moment.unit, (0.0, 0.0))
         self._now.replace([[left - 0.003, right + 0.003 - min(SPLIT, (right - left) / 4)]])
         self._captions = self._describe(moment)
         shown = [(f.rank, self._axis.bars[p.name], p) for f in frames for p in f.parameters]
         top, bottom = BAR
         rows = [[r, bar.left, bar.right, r + top, r + bottom, p.numel, p.start, p.stop] for r, bar, p in shown]
-        texts = {name: [getattr(p, name) for _, _, p in shown] for name in self._bars.texts}
-        self._bars.replace(rows, texts)
+        self._bars.replace(rows, {name: [getattr(p, name) for _, _, p in shown] for name in self._bars.texts})
         self._write_states(frames)
 
     def _write_states(self, frames: Sequence[PhaseSnapshot]) -> None:
@@ -190,5 +188,4 @@ class HoldingsPanel(BaseCard):
 
 
 def _identity(moment: StepMoment) -> tuple[object, ...]:
-    first = moment.frames[0].parameters
-    return (len(moment.frames), tuple((p.name, p.unit, p.numel) for p in first))
+    return (len(moment.frames), tuple((p.name, p.unit, p.numel) for p in moment.frames[0].parameters))

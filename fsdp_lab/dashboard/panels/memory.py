@@ -16,19 +16,9 @@ from bokeh.plotting import figure
 from fsdp_lab.base.events import Memory, MemorySample, Role, StepEvent
 from fsdp_lab.base.formatting import GIB, MIB, duration, size
 from fsdp_lab.dashboard import theme
-from fsdp_lab.dashboard.panels import draw
+from fsdp_lab.dashboard.panels import base, draw
 from fsdp_lab.dashboard.panels.axis import STEP_LIMIT, StepAxis, ZeroRange, round_up
-from fsdp_lab.dashboard.panels.base import (
-    HOLLOW,
-    Captions,
-    Columns,
-    Key,
-    Numbers,
-    Panel,
-    Patches,
-    Prediction,
-    with_prediction,
-)
+from fsdp_lab.dashboard.panels.base import HOLLOW, Captions, Columns, Key, Numbers, Panel, Patches, Prediction
 from fsdp_lab.runs.steps import Step
 
 AMOUNTS = (*draw.ON_DEVICE, "host", "peak")  # in bytes, in the order of `sizes`
@@ -47,9 +37,7 @@ def sizes(m: Memory) -> tuple[int, ...]:
 
 def unit_for(peak_bytes: float, unit: int) -> int:
     """MiB below 1 GiB, GiB above 4; between them the former unit, so that the axis does not change back and forth."""
-    if peak_bytes > 4 * GIB:
-        return GIB
-    return MIB if peak_bytes < GIB else unit
+    return GIB if peak_bytes > 4 * GIB else MIB if peak_bytes < GIB else unit
 
 
 def unit_name(unit: int) -> str:
@@ -69,8 +57,7 @@ class MemoryPanel(Panel):
         self.world_size = world_size
         self._few = world_size <= theme.MOST_LINES
         self._frame = frame
-        amounts = [*AMOUNTS, "allocated", "reserved", "outside"]
-        now = ["rank", "bar", "host_bar", "top", "bottom", *amounts]
+        now = ["rank", "bar", "host_bar", "top", "bottom", *AMOUNTS, "allocated", "reserved", "outside"]
         self._now = Columns("memory.now", now, texts=["label", "color", "place"], limit=world_size)
         self._ranks = draw.RanksByHost("memory.now", world_size)
         self._predicted = Columns("memory.predicted", ["bar", "peak"], texts=["label"], limit=world_size)
@@ -216,7 +203,7 @@ class MemoryPanel(Panel):
         reading, legend = own.reading, own.legend
         if p is not None:
             measured = size(self._peak) if self._peak and self._ledger_spec == p.spec_id else None
-            reading = with_prediction(reading, size(p.peak_bytes), measured)
+            reading = base.with_prediction(reading, size(p.peak_bytes), measured)
             legend = (*legend, Key(label="predicted", token="ink.marker", hatch=HOLLOW))
         return replace(own, reading=reading, legend=(*legend, *self._frame.other_keys("peak")))
 
@@ -308,8 +295,7 @@ class MemoryLanes:
         self._range.cover(np.concatenate([*own, *others, line]))
 
     def patches(self) -> dict[str, dict[str, Any]]:
-        top = self._range.end
-        unit = unit_name(self.unit)
+        top, unit = self._range.end, unit_name(self.unit)
         label = f"{unit} per rank" if self._all else f"{unit}: fullest, emptiest"
         if self._lanes > MOST_SCALED:
             label = f"rank, each to {top:,g} {unit}"

@@ -176,8 +176,7 @@ class TimelinePanel(Panel):
         half = LANE / 2
         rows = [[1e3 * a.begin_s, 1e3 * a.end_s, at - half, at + half, a.rank] for at, a in lanes.items()]
         colors = [theme.rank_color(lane.rank) if self._all else draw.NEUTRAL for lane in lanes.values()]
-        labels = [f"rank {lane.rank}" for lane in lanes.values()]
-        self._lanes.replace(rows, {"color": colors, "label": labels})
+        self._lanes.replace(rows, {"color": colors, "label": [f"rank {lane.rank}" for lane in lanes.values()]})
         self._write_spans(lanes)
 
     def _write_spans(self, lanes: Mapping[int, RankLane]) -> None:
@@ -243,9 +242,8 @@ def _in_rows(spans: Sequence[Span]) -> list[tuple[Span, int, int]]:
 def _span_texts(s: Span) -> tuple[str, ...]:
     """The text columns of a span: fill, what, unit, link, bandwidth, group."""
     named = s.name.replace("_", "-")
-    token = TRACK_TOKENS[s.track]
-    if s.track is Track.COMPUTE and s.name in theme.COMPUTE:
-        token = f"timeline.{s.name}"
+    is_named = s.track is Track.COMPUTE and s.name in theme.COMPUTE
+    token = f"timeline.{s.name}" if is_named else TRACK_TOKENS[s.track]
     what = {Track.WAIT: f"waits for {named}", Track.COMPUTE: named}.get(s.track, TRACK_NAMES[s.track])
     link = traffic(s.link_bytes) if s.link_bytes else "–"
     bus, algorithm = s.bus_bytes_per_s, s.algorithm_bytes_per_s

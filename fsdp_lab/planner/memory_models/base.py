@@ -99,8 +99,7 @@ def parameter_shapes(unit: UnitShape) -> list[tuple[int, ...]]:
 
 def decayed_numel(unit: UnitShape) -> int:
     """Elements of the trained matrices, which have weight decay; biases and norms have none."""
-    shapes = enumerate(parameter_shapes(unit))
-    return sum(math.prod(s) for i, s in shapes if len(s) >= 2 and i not in unit.frozen)
+    return sum(math.prod(s) for i, s in enumerate(parameter_shapes(unit)) if len(s) >= 2 and i not in unit.frozen)
 
 
 class MemoryModel:

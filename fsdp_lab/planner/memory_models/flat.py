@@ -15,17 +15,8 @@ from functools import reduce
 from fsdp_lab.engine.layout import Layout
 from fsdp_lab.engine.schedule import Direction, Phase, Point, PointSide, Rules
 from fsdp_lab.planner.costs import BYTES
-from fsdp_lab.planner.memory_models.base import (
-    COMMUNICATION,
-    GRADIENTS,
-    MASTER,
-    PARAMETERS,
-    UNSHARDED,
-    MemoryModel,
-    MemoryTracker,
-    UnitBytes,
-    parameter_shapes,
-)
+from fsdp_lab.planner.memory_models import base
+from fsdp_lab.planner.memory_models.base import GRADIENTS, UNSHARDED, MemoryModel, MemoryTracker, UnitBytes
 from fsdp_lab.planner.model_shape import ModelShape, UnitShape
 from fsdp_lab.planner.step import schedule_for
 from fsdp_lab.spec.spec import Spec
@@ -47,13 +38,13 @@ class FlatMemory(MemoryModel):
 
     def unit_bytes(self, unit: UnitShape) -> UnitBytes:
         """Sizes of its flat buffers, one per dtype in which parameters are gathered, and one of frozen ones."""
-        dtypes, shapes, parts = self.strategy.dtypes, parameter_shapes(unit), []
+        dtypes, shapes, parts = self.strategy.dtypes, base.parameter_shapes(unit), []
         for kind in itertools.product((False, True), repeat=2):
             full_precision, frozen = kind
             chosen = [s for i, s in enumerate(shapes) if (i in unit.full_precision, i in unit.frozen) == kind]
             if not chosen:
                 continue
-            param, n = MASTER if full_precision else BYTES[dtypes.param], self.factor
+            param, n = base.MASTER if full_precision else BYTES[dtypes.param], self.factor
             layout = Layout.of(chosen, [len(s) >= 2 for s in chosen], n, param, whole_pages=self._is_mapped)
             decayed, others = (0 if frozen else _group_numel(layout, group) for group in (True, False))
             numel, reduced = layout.shard_numel, 0 if frozen else layout.shard_numel
@@ -82,7 +73,7 @@ class FlatMemory(MemoryModel):
     def alloc_state(self) -> None:
         super().alloc_state()
         if self.strategy.offload == "optimizer" and not self._is_view_of_master:
-            self.tracker.alloc(PARAMETERS, sum(u.cast for u in self.units))
+            self.tracker.alloc(base.PARAMETERS, sum(u.cast for u in self.units))
         if self._whole_gradients and not self._gathers_nothing:  # ZeRO-1 keeps gathered parameters
             self.tracker.alloc(UNSHARDED, sum(u.gathered for u in self.units))
 
@@ -107,7 +98,7 @@ class FlatMemory(MemoryModel):
         self._gathered[unit] = True
         u, tracker, offload = self.units[unit], self.tracker, self.strategy.offload
         if offload == "all" and not self._post_forward[unit]:
-            tracker.alloc(COMMUNICATION, u.cast)
+            tracker.alloc(base.COMMUNICATION, u.cast)
             self._sent[unit] = u.cast
         if not self._whole_gradients:
             tracker.alloc(UNSHARDED, u.gathered)
@@ -119,7 +110,7 @@ class FlatMemory(MemoryModel):
         if self._post_forward[unit] and self._gathered[unit]:
             self.tracker.free(UNSHARDED, self._post_forward[unit])
             self._post_forward[unit] = 0.0
-        self.tracker.free(COMMUNICATION, self._sent[unit])
+        self.tracker.free(base.COMMUNICATION, self._sent[unit])
         self._sent[unit] = 0.0
 
     def _reshard(self, unit: int, direction: Direction) -> None:
@@ -198,10 +189,7 @@ class FlatMemory(MemoryModel):
 
 def _group_numel(layout: Layout, group: bool) -> int:
     """Elements of an optimizer group in rank 0's shard."""
-    if group not in layout.regions:
-        return 0
-    start, stop = layout.region_in_shard(group, 0)
-    return stop - start
+    return len(range(*layout.region_in_shard(group, 0))) if group in layout.regions else 0
 
 
 def _joined(a: UnitBytes, b: UnitBytes) -> UnitBytes:

@@ -16,17 +16,8 @@ import math
 
 from fsdp_lab.engine.schedule import Direction, Point, PointSide, Rules
 from fsdp_lab.planner.costs import BYTES
-from fsdp_lab.planner.memory_models.base import (
-    COMMUNICATION,
-    GRADIENTS,
-    MASTER,
-    UNSHARDED,
-    MemoryModel,
-    MemoryTracker,
-    UnitBytes,
-    decayed_numel,
-    parameter_shapes,
-)
+from fsdp_lab.planner.memory_models import base
+from fsdp_lab.planner.memory_models.base import COMMUNICATION, GRADIENTS, UNSHARDED, MemoryModel, UnitBytes
 from fsdp_lab.planner.memory_models.flat import FlatMemory
 from fsdp_lab.planner.model_shape import ModelShape, UnitShape
 from fsdp_lab.spec.spec import Spec
@@ -40,7 +31,7 @@ class FSDP1Memory(FlatMemory):
         made, item = super().unit_bytes(unit), BYTES[self.strategy.dtypes.reduce]
         if not unit.frozen or not unit.trained_numel:
             return made
-        reduced = made.shard / MASTER * item
+        reduced = made.shard / base.MASTER * item
         return dataclasses.replace(made, whole=self.factor * reduced, reduced=reduced, gradient=made.shard)
 
     @property
@@ -107,7 +98,7 @@ class FSDP2Memory(MemoryModel):
     """FSDP2. `fresh`: bytes of a unit's gradients of the current backward. Its hooks run before the first and after the last
     call of a unit."""
 
-    def __init__(self, spec: Spec, shape: ModelShape, tracker: MemoryTracker, *, on_gpu: bool) -> None:
+    def __init__(self, spec: Spec, shape: ModelShape, tracker: base.MemoryTracker, *, on_gpu: bool) -> None:
         super().__init__(spec, shape, tracker, on_gpu=on_gpu)
         s, n, calls = spec.strategy, len(self.units), shape.call_tree
         self._first = {c.unit: k for k, c in reversed(list(enumerate(calls)))}
@@ -126,7 +117,7 @@ class FSDP2Memory(MemoryModel):
 
     def unit_bytes(self, unit: UnitShape) -> UnitBytes:
         """Each parameter is sharded by its first dimension; rank 0 has the largest part."""
-        dtypes, shapes = self.strategy.dtypes, parameter_shapes(unit)
+        dtypes, shapes = self.strategy.dtypes, base.parameter_shapes(unit)
         parts = [-(-s[0] // self.factor) * (math.prod(s) // s[0]) if s and s[0] else 0 for s in shapes]
         n, trained = sum(parts), sum(p for i, p in enumerate(parts) if i not in unit.frozen)
         decayed = sum(p for i, p in enumerate(parts) if len(shapes[i]) >= 2 and i not in unit.frozen)
@@ -274,8 +265,8 @@ class DDPMemory(MemoryModel):
     _in_buckets = False  # gradients are views of buckets: from the first reduction of a step on
 
     def unit_bytes(self, unit: UnitShape) -> UnitBytes:
-        decayed, trained = decayed_numel(unit), unit.trained_numel
-        sizes = {"param": MASTER, "reduce": BYTES[self.strategy.dtypes.reduce], "factor": 1, "reduced": trained}
+        decayed, trained = base.decayed_numel(unit), unit.trained_numel
+        sizes = {"param": base.MASTER, "reduce": BYTES[self.strategy.dtypes.reduce], "factor": 1, "reduced": trained}
         whole = UnitBytes.of(unit.numel, decayed, trained - decayed, **sizes)
         return dataclasses.replace(whole, gathered=0, whole=whole.gradient)
 
@@ -290,7 +281,7 @@ class DDPMemory(MemoryModel):
         u, numel = self.units[unit], self.shape.units[unit].parameters[index]
         self.tracker.free(GRADIENTS, size)
         if self.reduces:
-            self.tracker.free(GRADIENTS, MASTER * numel * self._outside)
+            self.tracker.free(GRADIENTS, base.MASTER * numel * self._outside)
             self.tracker.alloc(COMMUNICATION, numel * BYTES[self.strategy.dtypes.reduce] * u.recast)
 
     def end_backward(self) -> None:

@@ -26,25 +26,9 @@ from fsdp_lab.models.lora import adapted
 from fsdp_lab.models.own import OwnModel
 from fsdp_lab.models.presets import PRESETS, TIMED, facts_of, key_of, timed_config
 from fsdp_lab.models.wrapping import blocks, units
-from fsdp_lab.planner.model_shape import (
-    Kernels,
-    ModelShape,
-    SizeFormula,
-    TapeChange,
-    TapeSegment,
-    UnitShape,
-)
+from fsdp_lab.planner.model_shape import Kernels, ModelShape, SizeFormula, TapeChange, TapeSegment, UnitShape
 from fsdp_lab.planner.shapes.rewrapping import net_bytes, rewrapped
-from fsdp_lab.planner.shapes.tape import (
-    SAMPLES,
-    ConfigInputs,
-    Inputs,
-    OwnInputs,
-    TapeRecording,
-    owners,
-    products_of,
-    record,
-)
+from fsdp_lab.planner.shapes.tape import SAMPLES, ConfigInputs, Inputs, OwnInputs, TapeRecording, owners, record
 from fsdp_lab.spec.spec import Strategy
 from fsdp_lab.spec.user_code import code_name
 from fsdp_lab.spec.workload import Lora, Workload
@@ -161,7 +145,7 @@ class _Model:
             full_precision=tuple(j for j, (_, _, m) in enumerate(owned) if kind_of(m) is ModuleKind.BATCH_NORM),
             frozen=tuple(j for j, (_, p, _) in enumerate(owned) if not p.requires_grad),
             has_backward=any(s.point.direction is Direction.BACKWARD and s.point.call in calls for s in run.segments),
-            products=tuple(p for r in records for p in products_of(r, tokens)),
+            products=tuple(p for r in records for p in r.matmuls(tokens)),
             pair_flops=sum(r.pair_flops for r in records) / (SAMPLES * tokens**2),
             heads=max((r.heads for r in records), default=0),
             causal=any(r.causal for r in records),

@@ -6,18 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fsdp_lab.engine.schedule import Point
-from fsdp_lab.planner.model_shape import (
-    ALLOCATED,
-    FREED,
-    NO_KERNELS,
-    Kernels,
-    ModelShape,
-    SizeFormula,
-    TapeChange,
-    TapeSegment,
-    UnitShape,
-    merged,
-)
+from fsdp_lab.planner import model_shape
+from fsdp_lab.planner.model_shape import Kernels, ModelShape, SizeFormula, TapeChange, TapeSegment, UnitShape, merged
 
 
 def rewrapped(shape: ModelShape, wrap: str) -> ModelShape:
@@ -80,7 +70,7 @@ def joined_units(group: Sequence[UnitShape]) -> UnitShape:
         chained[name] = tuple(j + o for u, o in zip(group, offsets, strict=False) for j in getattr(u, name))
 
     def kernels(name: str) -> tuple[Kernels, Kernels]:
-        forward, backward = (sum((u.kernels[name][i] for u in group), NO_KERNELS) for i in (0, 1))
+        forward, backward = (sum((u.kernels[name][i] for u in group), model_shape.NO_KERNELS) for i in (0, 1))
         return forward, backward
 
     return dataclasses.replace(
@@ -115,5 +105,5 @@ def net_bytes(changes: Iterable[TapeChange]) -> dict[tuple[int, int], float]:
     sums: dict[tuple[int, int], float] = {}
     for change in changes:
         for b, t, c in change.size.terms:
-            sums[b, t] = sums.get((b, t), 0) + c * {ALLOCATED: 1, FREED: -1}.get(change.kind, 0)
+            sums[b, t] = sums.get((b, t), 0) + c * {model_shape.ALLOCATED: 1, model_shape.FREED: -1}.get(change.kind, 0)
     return sums

@@ -32,18 +32,8 @@ from fsdp_lab.engine.schedule import Direction, Point, PointSide
 from fsdp_lab.models.flops import empty_batch
 from fsdp_lab.models.own import OwnSource, objective
 from fsdp_lab.models.presets import Facts
-from fsdp_lab.planner.model_shape import (
-    ALLOCATED,
-    ARRIVED,
-    FREED,
-    MADE,
-    Kernels,
-    MatMul,
-    SizeFormula,
-    TapeChange,
-    TapeSegment,
-    merged,
-)
+from fsdp_lab.planner import model_shape
+from fsdp_lab.planner.model_shape import Kernels, MatMul, SizeFormula, TapeChange, TapeSegment, merged
 from fsdp_lab.spec.workload import Workload
 
 SAMPLES = 37
@@ -64,6 +54,11 @@ class CallRecord:
     heads: int = 0
     causal: bool = False
     boundary: int = 0  # elements of its inputs
+
+    def matmuls(self, tokens: int) -> Iterator[MatMul]:
+        """Its products with weights, with `tokens` per sample of the run."""
+        for (rows, inputs, outputs), n in Counter(self.products).items():
+            yield MatMul(inputs=inputs, outputs=outputs, count=n, share=rows / (SAMPLES * tokens))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,8 +356,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size = 0
         if storage is not None and not storage.is_gradient:
             storage.is_gradient, size = True, storage.size
-            self._events[storage.event] = (MADE, size, unit, index)
-        self._events.append((ARRIVED, size, unit, index))
+            self._events[storage.event] = (model_shape.MADE, size, unit, index)
+        self._events.append((model_shape.ARRIVED, size, unit, index))
 
     def _see(self, t: Tensor) -> None:
         storage = t.untyped_storage()
@@ -370,12 +365,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._alive or not size:
             return
         seen = _Storage(size, len(self._events))
-        self._events.append((ALLOCATED, size, None, -1))
+        self._events.append((model_shape.ALLOCATED, size, None, -1))
 
         def freed(_: Any) -> None:
             self._alive.pop(key, None)
             if self._open and not seen.is_gradient:
-                self._events.append((FREED, seen.size, None, -1))
+                self._events.append((model_shape.FREED, seen.size, None, -1))
 
         self._alive[key] = (weakref.ref(storage, freed), seen)
 
@@ -455,11 +450,3 @@ def _count(record: CallRecord, func: Any, args: Any, kwargs: Any, result: Any) -
         record.pair_flops += 2.0 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (q.shape[3] + v.shape[3])
         record.heads += q.shape[1]
         record.causal = record.causal or bool(kwargs.get("is_causal", any(a is True for a in args[3:])))
-
-
-def products_of(record: CallRecord, tokens: int) -> tuple[MatMul, ...]:
-    """A call's products, with `tokens` per sample of the run."""
-    counts = Counter(record.products)
-    return tuple(
-        MatMul(inputs=i, outputs=o, count=n, share=rows / (SAMPLES * tokens)) for (rows, i, o), n in counts.items()
-    )
