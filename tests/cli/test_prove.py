@@ -155,6 +155,7 @@ def test_faults_are_named_and_rounding_is_none(tmp_path: Path) -> None:
     assert told(runs["old"], runs["names"], runs["moved"]).renamed["blocks.0.up.bias"] == "layers.0.up.bias"
 
 
+@pytest.mark.slow
 def test_a_receipt_is_written_and_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
