@@ -83,6 +83,7 @@ def test_of_several_models_the_largest_is_watched(tmp_path: Path) -> None:
     assert ended.returncode == 0 and "Of several models the largest is watched" in ended.stderr
 
 
+@pytest.mark.slow
 def test_an_error_of_the_watch_is_no_rank_s(tmp_path: Path) -> None:
     file = tmp_path / "script.py"
     file.write_text(
@@ -148,15 +149,15 @@ def test_an_odd_script_runs_on(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_nothing_is_left_of_an_interrupted_command(number: signal.Signals, tmp_path: Path) -> None:
-    file = tmp_path / "script.py"
-    file.write_text(
-        textwrap.dedent(TRAINS) + f"train(); open({str(tmp_path / 'there')!r}, 'w').close(); train(steps=10**9)"
-    )
+@pytest.mark.parametrize("name", ["watch", "prove"])
+def test_nothing_is_left_of_an_interrupted_command(name: str, number: signal.Signals, tmp_path: Path) -> None:
+    file, there = tmp_path / "script.py", tmp_path / "there"
+    file.write_text(textwrap.dedent(TRAINS) + f"train(); open({str(there)!r}, 'w').close(); train(steps=10**9)")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(file)]
-    whole = [sys.executable, "-m", "fsdp_lab", "watch", "--history", str(tmp_path / "history"), "--", *command]
+    options = ["--history", str(tmp_path / "history"), "--", *command] if name == "watch" else ["--steps", "999999"]
+    whole = [sys.executable, "-m", "fsdp_lab", name, *options, *([str(file)] * 2 if name == "prove" else [])]
     process = subprocess.Popen(whole, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
-    until((tmp_path / "there").exists)
+    until(there.exists)
     inside = psutil.Process(process.pid).children(recursive=True)
     if number == signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal does
