@@ -144,7 +144,7 @@ class Recording:
         root = found._unwrapped()
         modules = [*root.named_modules()] if can_count(found.module) else [("", root)]  # compiled ones are not entered
         for path, module in modules:
-            if options.moves and (module is root) == (len(modules) == 1) and not [*module.children()]:
+            if options.moves and (len(modules) == 1 or not [*module.children()]):
                 self._handles.append(module.register_forward_hook(self._move_output))
             self._handles.append(module.register_forward_hook(self._output_of(original_name(path))))
         self._handles.append(found.module.register_forward_hook(self._after_forward, with_kwargs=True))
