@@ -328,12 +328,8 @@ def _first(step: int, pairs: Sequence[_Pair], old: RecordedStep, new: RecordedSt
     if not gradients and not factor:
         phase = StepPhase.BEGIN if differing[StepPhase.BEGIN] else StepPhase.UPDATE
         named = max(differing[phase], key=lambda pair: pair.multiple)
-        hint = "Gradients are equal: look at the optimizer, its groups and its learning rate."
-        hint = (
-            hint
-            if phase is StepPhase.UPDATE
-            else "Give both the same seed, the same order of drawing, or a checkpoint."
-        )
+        hints = {StepPhase.UPDATE: "Gradients are equal: look at the optimizer, its groups and its learning rate."}
+        hint = hints.get(phase, "Give both the same seed, the same order of drawing, or a checkpoint.")
     elif outputs and old.world_size == new.world_size:
         named, factor, hint = outputs[0], None, "What this module was given is equal."
     else:  # the last is where the backward begins

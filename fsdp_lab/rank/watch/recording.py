@@ -82,12 +82,12 @@ class Piece:
     @classmethod
     def joined(cls, pieces: Sequence[Self]) -> Self:
         """The whole tensor. Copies that several ranks have of one part count once."""
-        parts = {(p.first, p.numel): p for p in reversed(pieces) if p.numel}.values()
+        parts = [*{(p.first, p.numel): p for p in reversed(pieces) if p.numel}.values()]
         if not parts:
             return pieces[0]
         order = torch.cat([p.at for p in parts]).argsort()
         return dataclasses.replace(
-            pieces[0],
+            parts[0],
             digest=sum(p.digest for p in parts) % (1 << 64),
             total=math.fsum(p.total for p in parts),
             numel=sum(p.numel for p in parts),
@@ -173,7 +173,7 @@ class Recording:
     # -- in a step ----------------------------------------------------------------------------------------------------
 
     def _after_forward(self, _: nn.Module, args: Any, kwargs: Any, __: Any) -> None:
-        if not _is_first_forward():
+        if not _is_training_forward():
             return
         given = [t for t in tensors_in((kwargs, args)) if t.dim()]
         for t in [t for t in given if not t.is_floating_point()][:1] or given[:1]:
@@ -182,7 +182,7 @@ class Recording:
 
     def _output_of(self, name: str) -> Callable[..., None]:
         def note(_: nn.Module, __: Any, output: Any) -> None:
-            if name not in self._outputs and _is_first_forward():
+            if name not in self._outputs and _is_training_forward():
                 self._outputs.add(name)
                 for t in [t for t in tensors_in(output) if t.is_floating_point() and type(t) is Tensor][:1]:
                     self._pieces.append(_piece(t, 0, t.numel(), phase=StepPhase.OUTPUT, name=name, rank=self._rank))
@@ -235,7 +235,7 @@ def _units(t: Tensor, generator: torch.Generator) -> Tensor:
     return 1 + signs.to(t.dtype) * torch.finfo(t.dtype).eps
 
 
-def _is_first_forward() -> bool:
+def _is_training_forward() -> bool:
     """No evaluation, and no recomputation."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
