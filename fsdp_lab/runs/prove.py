@@ -3,13 +3,13 @@ they compute in their first steps is recorded (`fsdp_lab.rank.watch.recording`) 
 result is a `Receipt`.
 
 Note: what rounding explains. Where bits differ, the old script is run once more, with the results of its modules and its
-gradients moved by one unit in the last place: a moved run. How far that carries each tensor in each step is what rounding
-does to this training. A difference of up to `FACTOR` times as much counts as rounding. Of a tensor whose own difference is
-small by chance the median over the tensors of its phase is taken, and a unit in the last place at least. Distances are
-Euclidean, over the kept elements; where those are equal and the digests differ, by the sum of all elements. Two questions
-are sharper. An update of equal values by gradients that were equal until now is the optimizer's alone, and only units in
-the last place count. And rounding has no direction: a factor that all gradients have in common is compared with the factor
-that the moved run has.
+gradients moved by one unit in the last place: a perturbed run. How far that carries each tensor in each step is what
+rounding does to this training. A difference of up to `FACTOR` times as much counts as rounding. Of a tensor whose own
+difference is small by chance the median over the tensors of its phase is taken, and a unit in the last place at least.
+Distances are Euclidean, over the kept elements; where those are equal and the digests differ, by the sum of all elements.
+Two questions are sharper. An update of equal values by gradients that were equal until now is the optimizer's alone, and
+only units in the last place count. And rounding has no direction: a factor that all gradients have in common is compared
+with the factor that the perturbed run has.
 
 Note: what decides. Initial values, gradients and updated parameters. The batch, outputs of modules and the loss only tell
 where a difference comes from: a script may hand them on in another form."""
@@ -134,13 +134,15 @@ class Recorded:
         return files if files and len(files) == int(files[0].stem.split("-")[-1]) else []
 
 
-def record(script: Script, steps: int, *, moves: bool = False, say: Callable[[str], None] = lambda _: None) -> Recorded:
+def record(
+    script: Script, steps: int, *, perturbs: bool = False, say: Callable[[str], None] = lambda _: None
+) -> Recorded:
     """Runs a script until it has made so many steps, or ends. Raises ProveError."""
     token, site = secrets.token_hex(8), Path(__file__).with_name("site")
     with tempfile.TemporaryDirectory(prefix="fsdp_lab_prove_") as name:
         folder = Path(name)
         asked: dict[str, Any] = {"folder": name, "listen": True, "ledger": False, "audit": False}
-        asked |= {"history": str(folder / "history"), "record": {"folder": name, "steps": steps, "moves": moves}}
+        asked |= {"history": str(folder / "history"), "record": {"folder": name, "steps": steps, "perturbs": perturbs}}
         path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH", ""))))
         own = {"PYTHONHASHSEED": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "1", **os.environ}
         own |= {"FSDP_LAB_WATCH": json.dumps(asked), "PYTHONPATH": path, MARK: token}
@@ -210,7 +212,7 @@ class Proof:
 class _Pair:
     old: Piece
     new: Piece
-    moved: Piece | None
+    perturbed: Piece | None
     distance: float
     noise: float  # what one unit in the last place does
 
@@ -223,10 +225,10 @@ class _Pair:
         return self.multiple > FACTOR
 
 
-def compare(old: Recorded, new: Recorded, moved: Recorded | None = None) -> Proof:
-    """`moved`: a moved run of the old script; without it a difference has no verdict but UNKNOWN."""
+def compare(old: Recorded, new: Recorded, perturbed: Recorded | None = None) -> Proof:
+    """`perturbed`: a perturbed run of the old script; without it a difference has no verdict but UNKNOWN."""
     names, alone, uncounted = _matched(old.steps[0], new.steps[0])
-    runs = [run.steps for run in (old, new, moved) if run is not None]
+    runs = [run.steps for run in (old, new, perturbed) if run is not None]
     steps, made = min(map(len, runs)), (len(old.steps) - 1, len(new.steps) - 1)
     renamed = {a: b for a, b in names.items() if a != b}
     proof = Proof(verdict=Verdict.UNKNOWN, reason="", steps=steps - 1, tensors=len(names), renamed=renamed, alone=alone)
@@ -238,9 +240,9 @@ def compare(old: Recorded, new: Recorded, moved: Recorded | None = None) -> Proo
     pairs = [_pairs(names, touched, *(run[at] for run in runs)) for at in range(steps)]
     deciding = [pair for of_step in pairs for pair in of_step if pair.old.phase in DECIDE]
     are_equal = all(pair.distance == 0 for pair in deciding)
-    if not are_equal and moved is None:
+    if not are_equal and perturbed is None:
         return say(verdict=Verdict.UNKNOWN, reason="Bits differ, and what rounding does is not known.")
-    if not are_equal and moved is not None and (unsteady := _unsteady(old, moved)):
+    if not are_equal and perturbed is not None and (unsteady := _unsteady(old, perturbed)):
         return say(verdict=Verdict.UNKNOWN, reason=unsteady)
     for at, of_step in enumerate(pairs):
         if any(pair.differs for pair in of_step if pair.old.phase in DECIDE) or _common_factor(of_step):
@@ -273,7 +275,11 @@ def _matched(old: RecordedStep, new: RecordedStep) -> tuple[dict[str, str], list
 
 
 def _pairs(
-    names: Mapping[str, str], touched: set[str], old: RecordedStep, new: RecordedStep, moved: RecordedStep | None = None
+    names: Mapping[str, str],
+    touched: set[str],
+    old: RecordedStep,
+    new: RecordedStep,
+    perturbed: RecordedStep | None = None,
 ) -> list[_Pair]:
     """`touched`: parameters of which something differed before; those of this step are added."""
     none, values = Piece(phase=StepPhase.GRADIENT, name=""), dict[Key, tuple[Piece, Piece]]()
@@ -285,7 +291,8 @@ def _pairs(
     for (phase, name, rank), value in new.values.items():  # gradients that only the new one has
         if phase is StepPhase.GRADIENT and name in back:
             values.setdefault((phase, back[name], rank), (dataclasses.replace(none, name=back[name]), value))
-    own = {key: value.distance(moved.values.get(key, none)) for key, (value, _) in values.items()} if moved else {}
+    there = {} if perturbed is None else perturbed.values
+    own = {key: value.distance(there.get(key, none)) for key, (value, _) in values.items() if there}
     relative: dict[StepPhase, list[float]] = {}
     for key, distance in own.items():
         if math.isfinite(distance) and values[key][0].norm:
@@ -297,18 +304,17 @@ def _pairs(
         distance, moves, unit = value.distance(other), own.get(key, 0.0), max(value.unit, other.unit)
         moves = max(moves if math.isfinite(moves) else 0.0, median.get(phase, 0.0) * max(value.norm, other.norm))
         noise = unit if phase is StepPhase.UPDATE and name not in touched else max(unit, moves)
-        moved_value = None if moved is None else moved.values.get(key)
-        pairs.append(_Pair(old=value, new=other, moved=moved_value, distance=distance, noise=noise))
+        pairs.append(_Pair(old=value, new=other, perturbed=there.get(key), distance=distance, noise=noise))
         if distance and phase is not StepPhase.OUTPUT:
             touched.add(name)
     return pairs
 
 
-def _unsteady(old: Recorded, moved: Recorded) -> str:
-    """Why a moved run of the old script tells nothing; "" if it does."""
+def _unsteady(old: Recorded, perturbed: Recorded) -> str:
+    """Why a perturbed run of the old script tells nothing; "" if it does."""
     names = {key[1]: key[1] for key in old.steps[0].values}
-    begin, first = (_pairs(names, set(), old.steps[at], moved.steps[at]) for at in (0, 1))
-    if any(pair.distance for pair in begin) or old.steps[1].batch != moved.steps[1].batch:
+    begin, first = (_pairs(names, set(), old.steps[at], perturbed.steps[at]) for at in (0, 1))
+    if any(pair.distance for pair in begin) or old.steps[1].batch != perturbed.steps[1].batch:
         what = "initial values" if any(pair.distance for pair in begin) else "batches"
         return f"Two runs of the old script have other {what}: give it a seed, or a checkpoint."
     noise = [pair.distance / pair.old.norm for pair in first if pair.old.phase is StepPhase.GRADIENT and pair.old.norm]
@@ -357,16 +363,16 @@ def _first(step: int, pairs: Sequence[_Pair], old: RecordedStep, new: RecordedSt
 
 def _common_factor(pairs: Sequence[_Pair]) -> float | None:
     """That of all gradients of a step, if rounding does not explain it."""
-    those = [p for p in pairs if p.old.phase is StepPhase.GRADIENT and p.moved is not None and p.old.numel]
-    if not those or any(len(p.old.kept) != len(other.kept) for p in those for other in (p.new, p.moved) if other):
+    those = [p for p in pairs if p.old.phase is StepPhase.GRADIENT and p.perturbed is not None and p.old.numel]
+    if not those or any(len(p.old.kept) != len(other.kept) for p in those for other in (p.new, p.perturbed) if other):
         return None
-    by_run = zip(*((p.old.kept, p.new.kept, p.moved.kept) for p in those if p.moved is not None), strict=True)
-    old, new, moved = (torch.cat(of).nan_to_num() for of in by_run)
+    by_run = zip(*((p.old.kept, p.new.kept, p.perturbed.kept) for p in those if p.perturbed is not None), strict=True)
+    old, new, perturbed = (torch.cat(of).nan_to_num() for of in by_run)
     square = float(old @ old) or 1.0
-    factor, by_moving = float(old @ new) / square, float(old @ moved) / square
-    by_chance = float((moved - old).norm()) / math.sqrt(square * len(old))
+    factor, by_perturbing = float(old @ new) / square, float(old @ perturbed) / square
+    by_chance = float((perturbed - old).norm()) / math.sqrt(square * len(old))
     unit = torch.finfo(getattr(torch, those[0].old.dtype)).eps
-    return factor if abs(factor - 1) > FACTOR * max(abs(by_moving - 1), by_chance, unit) else None
+    return factor if abs(factor - 1) > FACTOR * max(abs(by_perturbing - 1), by_chance, unit) else None
 
 
 # -- the receipt ---------------------------------------------------------------------------------------------------------
@@ -428,12 +434,12 @@ class Receipt:
 
 
 def prove(old: Script, new: Script, steps: int, say: Callable[[str], None] = lambda _: None) -> Receipt:
-    """Runs both, and a moved run of the old one where bits differ. Raises ProveError."""
+    """Runs both, and a perturbed run of the old one where bits differ. Raises ProveError."""
     first, second = runs = [record(script, steps, say=say) for script in (old, new)]
     proof = compare(first, second)
     if proof.verdict is Verdict.UNKNOWN:
         say(f"Bits differ: {old.given} runs once more, with its results moved by one unit in the last place.")
-        proof = compare(first, second, record(old, steps, moves=True))
+        proof = compare(first, second, record(old, steps, perturbs=True))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     python = platform.python_version()
     return Receipt(

@@ -102,13 +102,13 @@ IN_BF16 = ("decay of norms", "betas", "clipping", "attention by hand", "one micr
 
 
 def recorded(jobs: Sequence[tuple[str, str, int, bool]], folder: Path) -> dict[str, Recorded]:
-    """jobs: name, script, ranks, whether it is a moved run."""
+    """jobs: name, script, ranks, whether it is a perturbed run."""
     asked = []
-    for name, text, ranks, moves in jobs:
+    for name, text, ranks, perturbs in jobs:
         script = folder / name / "script.py"
         script.parent.mkdir()
         script.write_text(text)
-        record = {"folder": str(folder / name), "steps": 6, "moves": moves}
+        record = {"folder": str(folder / name), "steps": 6, "perturbs": perturbs}
         asked.append({"script": str(script), "ranks": ranks, "port": free_ports(1)[0], "record": record})
     (folder / "jobs").write_text(json.dumps(asked))
     site = str(Path(run.__file__).parents[1] / "runs" / "site")
@@ -118,9 +118,9 @@ def recorded(jobs: Sequence[tuple[str, str, int, bool]], folder: Path) -> dict[s
     return {name: Recorded.read(folder / name, ended_by_itself=True) for name, *_ in jobs}
 
 
-def told(old: Recorded, new: Recorded, moved: Recorded) -> Proof:
+def told(old: Recorded, new: Recorded, perturbed: Recorded) -> Proof:
     proof = compare(old, new)
-    return compare(old, new, moved) if proof.verdict is Verdict.UNKNOWN else proof
+    return compare(old, new, perturbed) if proof.verdict is Verdict.UNKNOWN else proof
 
 
 @pytest.mark.slow
@@ -130,17 +130,17 @@ def test_faults_are_named_and_rounding_is_none(tmp_path: Path) -> None:
     cases = {name: (BASE, name) for name in changes} | {f"{name} in bf16": (BF16, name) for name in IN_BF16}
     jobs = [
         ("old", BASE, 2, False),
-        ("moved", BASE, 2, True),
+        ("perturbed", BASE, 2, True),
         ("old bf16", BF16, 2, False),
-        ("moved bf16", BF16, 2, True),
+        ("perturbed bf16", BF16, 2, True),
     ]
     for case, (base, name) in cases.items():
         assert changes[name][0] in base, name
         jobs.append((case, base.replace(*changes[name][:2]), RANKS.get(name, 2), False))
-    runs, wrong = recorded(jobs, tmp_path), dict[str, object]()
+    runs, proofs, wrong = recorded(jobs, tmp_path), dict[str, Proof](), dict[str, object]()
     for case, (base, name) in cases.items():
         kind = " bf16" if base is BF16 else ""
-        proof = told(runs[f"old{kind}"], runs[case], runs[f"moved{kind}"])
+        proof = proofs[case] = told(runs[f"old{kind}"], runs[case], runs[f"perturbed{kind}"])
         found = proof.verdict in (Verdict.EQUAL, Verdict.WITHIN)
         if name in FAULTS:
             step, where = FAULTS[name][2:]
@@ -148,11 +148,10 @@ def test_faults_are_named_and_rounding_is_none(tmp_path: Path) -> None:
         if not found:
             wrong[case] = proof.reason
     assert wrong == {}
-    factors = [told(runs["old"], runs[name], runs["moved"]).first.factor for name in ("not divided", "averaged twice")]
-    assert factors == pytest.approx([2.0, 0.5])
-    equal = [name for name in HARMLESS if told(runs["old"], runs[name], runs["moved"]).verdict is Verdict.EQUAL]
+    assert [proofs[name].first.factor for name in ("not divided", "averaged twice")] == pytest.approx([2.0, 0.5])
+    equal = [name for name in HARMLESS if proofs[name].verdict is Verdict.EQUAL]
     assert {"the same", "names", "lab", "checkpointing"} <= {*equal} and len(equal) < len(HARMLESS)
-    assert told(runs["old"], runs["names"], runs["moved"]).renamed["blocks.0.up.bias"] == "layers.0.up.bias"
+    assert proofs["names"].renamed["blocks.0.up.bias"] == "layers.0.up.bias"
 
 
 @pytest.mark.slow

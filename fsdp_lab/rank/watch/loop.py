@@ -36,7 +36,7 @@ from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset, compare_clocks
 from fsdp_lab.rank.watch.audit import UpdateAudit
 from fsdp_lab.rank.watch.found import FlopCount, can_count, find
-from fsdp_lab.wire import RankAborted, Wire, WireContext
+from fsdp_lab.wire import SHARED_MEMORY, RankAborted, Wire, WireContext
 
 PUBLISH_EVERY_S = 0.2
 READ_EVERY_S = 0.5  # on a GPU
@@ -383,7 +383,7 @@ class Watch:
         self._ledger_due |= every is not None and number % every == 0
         # A ledger step is postponed while the user's own profiler is active: only one can be.
         ledger = self._ledger_due and self.steps >= LEDGER_STEP and not torch.autograd._profiler_enabled()
-        waits_are_known = self._world is not None and self._world.buffer_pool is not None  # without traces
+        waits_are_known = self._world is not None and self._world.carrier == SHARED_MEMORY  # without traces
         may_be_seldom = self._is_told and waits_are_known and number > OFTEN * self._trace_every
         often = self._trace_every * (SELDOM if may_be_seldom else 1)
         traced = self.steps == LEDGER_STEP + 1 or (self.steps > LEDGER_STEP and number % often == 0)

@@ -5,8 +5,8 @@ Note: digests and shards. The bits of each element are weighted by its position 
 shards of a tensor add up to that of the whole, modulo 2^64, however it is sharded. The elements that are kept lie at
 `SAMPLE` positions of the whole as well.
 
-Note: a moved run. To know what rounding does to a training, one run of it has the results of all innermost modules, the
-gradients that reach them, and the gradients of the parameters moved at random by one unit in the last place."""
+Note: a perturbed run. To know what rounding does to a training, one run of it has the results of all innermost modules, the
+gradients that reach them, and the gradients of the parameters perturbed at random by one unit in the last place."""
 
 import dataclasses
 import json
@@ -123,11 +123,11 @@ class RankStep:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordOptions:
-    """`folder`: where the files of `write` go. `steps`: so many are recorded. `moves`: it is a moved run."""
+    """`folder`: where the files of `write` go. `steps`: so many are recorded. `perturbs`: it is a perturbed run."""
 
     folder: str
     steps: int
-    moves: bool = False
+    perturbs: bool = False
 
 
 class Recording:
@@ -136,7 +136,7 @@ class Recording:
     def __init__(self, found: PlainModel, options: RecordOptions, rank: int, world_size: int) -> None:
         self._options, self._rank, self._world_size = options, rank, world_size
         self._held = [(held, held.positions()) for held in found.held()]
-        self._step, self._moved = 0, 0  # _moved: how many tensors were
+        self._step, self._perturbed = 0, 0  # _perturbed: how many tensors were
         self._pieces: list[Piece] = []
         self._outputs: set[str] = set()  # names of this step
         self._batch = 0
@@ -144,8 +144,8 @@ class Recording:
         root = found._unwrapped()
         modules = [*root.named_modules()] if can_count(found.module) else [("", root)]  # compiled ones are not entered
         for path, module in modules:
-            if options.moves and (len(modules) == 1 or not [*module.children()]):
-                self._handles.append(module.register_forward_hook(self._move_output))
+            if options.perturbs and (len(modules) == 1 or not [*module.children()]):
+                self._handles.append(module.register_forward_hook(self._perturb_output))
             self._handles.append(module.register_forward_hook(self._output_of(original_name(path))))
         self._handles.append(found.module.register_forward_hook(self._after_forward, with_kwargs=True))
         self._pieces = [*self._values(StepPhase.BEGIN)]
@@ -195,7 +195,7 @@ class Recording:
             if own.isdisjoint(held.ids) or not held.values().numel():
                 continue
             gradient = held.gradient()
-            if gradient is not None and self._options.moves:
+            if gradient is not None and self._options.perturbs:
                 generator = torch.Generator(gradient.device).manual_seed(self._step * 100_003 + number)
                 gradient.mul_(_units(gradient, generator))
             self._pieces.append(_piece(gradient, positions, held.whole, phase=StepPhase.GRADIENT, name=held.name))
@@ -205,19 +205,19 @@ class Recording:
             if (values := held.values()).numel():
                 yield _piece(values, positions, held.whole, phase=phase, name=held.name)
 
-    def _move_output(self, _: nn.Module, __: Any, output: Any) -> Any:
-        def moved(t: Tensor) -> Tensor:
+    def _perturb_output(self, _: nn.Module, __: Any, output: Any) -> Any:
+        def perturbed(t: Tensor) -> Tensor:
             if not t.is_floating_point() or not t.requires_grad:
                 return t
-            self._moved += 1
-            result: Tensor = _Moved.apply(t, self._moved * 1_009 + self._rank)  # type: ignore[no-untyped-call]
+            self._perturbed += 1
+            result: Tensor = _Perturbed.apply(t, self._perturbed * 1_009 + self._rank)  # type: ignore[no-untyped-call]
             return result
 
-        return map_tensors(moved, output) if torch.is_grad_enabled() else output
+        return map_tensors(perturbed, output) if torch.is_grad_enabled() else output
 
 
-class _Moved(torch.autograd.Function):
-    """A tensor of which each element, and each of its gradient's, is moved by one unit in the last place."""
+class _Perturbed(torch.autograd.Function):
+    """A tensor of which each element, and each of its gradient's, is perturbed by one unit in the last place."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, seed: int) -> Tensor:
