@@ -32,11 +32,13 @@ from fsdp_lab.runs.recommendation import recommend
 from fsdp_lab.runs.steps import last_stretch
 from fsdp_lab.runs.summary import RULE
 from fsdp_lab.runs.view import RunQueries, RunView
+from fsdp_lab.spec.describe import describe_field, describe_strategy
 from fsdp_lab.spec.loops import Trained
 
 MOST_PINS = len(theme.PINS)
 LETTERS = tuple(fill.label for fill in theme.PINS.values())
 LIVE = "live"
+FEW_STEPS = 10  # below which a ratio says nothing yet
 EVERY_S = 1.0
 SHARE = 0.03  # of the time, that comparing may take
 
@@ -198,6 +200,7 @@ class Board:
         if sweep is not self._sweep:
             self._sweep = sweep
             self._dismissed.clear()
+            self._baseline = None if sweep is None else "1"
         entries = [
             Entry(label=LETTERS[place], source=run, version=(id(run),), place=place)
             for place, run in sorted(self._pins.items())
@@ -300,9 +303,15 @@ def table(compared: Comparison, entries: Sequence[Entry]) -> tuple[tuple[str | C
             continue
         texts = compared.cells(row, ("step time",))
         ratio, interval = split_spread(ratio_words(row.time_ratio, "×"))
+        few = row.time_ratio is not None and few_steps(row, compared[base])
+        interval = f"too few steps: {FEW_STEPS} are needed" if few else interval
         times_of_row = (
             texts["step time"].replace(" to ", "–"),
-            Cell(text=ratio, title=("not told apart: " if ratio.startswith("≈") else "") + interval),
+            Cell(
+                text=ratio,
+                title=("not told apart: " if ratio.startswith("≈") else "") + interval,
+                tone="soft" if few else "",
+            ),
             texts["tokens/s"],
             f"{texts['TFLOPS']} · {texts['MFU']}",
             texts["exposed"],
@@ -312,6 +321,35 @@ def table(compared: Comparison, entries: Sequence[Entry]) -> tuple[tuple[str | C
         about = (_label(row, entry, compared), Cell(text=row.name, title=row.name), _badge(row, compared))
         rows.append((*about, *times_of_row, *memory, _state(row, entry), "" if entry.label == LIVE else remove))
     return (heads, *rows)
+
+
+def few_steps(*rows: Row) -> bool:
+    """Tells whether a ratio of these rows rests on too few steps."""
+    return any(len(row.step_times) < FEW_STEPS for row in rows)
+
+
+def difference_line(shown: BoardView) -> str:
+    """The newest run against the baseline in a sentence; "" where nothing is compared."""
+    compared = shown.comparison
+    if compared.baseline is None:
+        return ""
+    base = compared[compared.baseline]
+    row = next((row for row in reversed(compared.rows) if row.run and row is not base), base)
+    kept = f"{base.label} is kept: {describe_strategy(base.spec)}" if base.spec is not None else f"{base.label} is kept"
+    if row is base or row.spec is None or base.spec is None or not (changes := base.spec.difference(row.spec)):
+        return f"{kept}. Change one thing: the difference is shown here."
+    what = ", ".join(describe_field(name, new) for name, (_, new) in changes.items())
+    if few_steps(row, base):
+        steps = min(len(row.step_times), len(base.step_times))
+        return f"{base.label} → {what}: {steps} of {FEW_STEPS} steps, too few to compare"
+    parts = [f"time {ratio_words(row.time_ratio, '×')}"]
+    if row.time_ratio is not None and not row.time_ratio.clear:
+        parts[0] += ", not told apart"
+    if row.memory_ratio:
+        parts.append(f"peak memory ×{row.memory_ratio:.2f}")
+    if row.parity is not None:
+        parts.append(f"loss: {compared.badge(row)}")
+    return f"{base.label} → {what}: {' · '.join(parts)}"
 
 
 def _label(row: Row, entry: Entry, compared: Comparison) -> Cell:

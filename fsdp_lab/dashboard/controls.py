@@ -1,10 +1,12 @@
-"""The controls: an input for each field of the Spec, Start, Pause and Stop, and beside each input its state.
+"""The controls: an input for each field of the Spec, Start, Pause and Stop, and beside each input its state. The bar with
+the buttons and the main fields stays on the screen while the page scrolls; `Controls.settings` has the other fields.
 
 A choice goes from its widget to `Choices` (is it possible?), to `Run.apply` or `Lab.run`, and until the first event of the
 new Spec, which turns "pending" into "applied at step k". Handlers run on the thread that the page's message arrives on,
 `tick` on the tick thread; one lock orders them. Nothing here waits for a rank.
 """
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +17,21 @@ import ipywidgets as widgets
 
 from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.events import StepEvent
-from fsdp_lab.dashboard.fields import FIRST_MODEL_ON_CPUS, RANK_FIELDS, TITLES, Choices, ChoiceState, Group, Note
+from fsdp_lab.dashboard.fields import (
+    CONTROLS,
+    FIRST_MODEL_ON_CPUS,
+    MAIN,
+    RANK_FIELDS,
+    TITLES,
+    Choices,
+    ChoiceState,
+    Control,
+    Group,
+    Note,
+    RefusalLine,
+    controls_of,
+    value_text,
+)
 from fsdp_lab.dashboard.forms import HIDDEN, InputForm, prose, put, styled
 from fsdp_lab.dashboard.lab_like import LabLike, active_loop, active_run, active_sweep, held_step, shown_run
 from fsdp_lab.models.check import check
@@ -27,11 +43,12 @@ from fsdp_lab.spec.workload import LINEAGE, Workload
 
 SWEEPING = "A comparison is running, so the strategy cannot be changed. Stop ends it and keeps what was measured."
 WATCHING = "This loop is your own: what it trains and how is in its code. Stop interrupts its cell."
-WAITING = "See Safety below, or press Stop."
+WAITING = "Recover it, or press Stop."
 HELD = "The ranks hold what was trained up to step {step:,}."
 IDLE = "Press Start to train."
 RESTARTS = "With another {field} training begins at step 0, with the next start: press Stop, and Start over."
 CLOSED = "The lab is closed. Make another one and run this cell again."
+SHOWN_STEPS = 20  # for which it is said that a choice was applied
 
 
 @dataclass(kw_only=True)
@@ -53,7 +70,7 @@ class Controls(InputForm):
     def __init__(
         self, lab: LabLike, below: Sequence[widgets.Widget] = (), options: Callable[[], Mapping[str, Any]] = dict
     ) -> None:
-        """`below` is placed between the bar and the fields; `options` are for `Lab.run`."""
+        """`below` is placed at the end of the bar; `options` are for `Lab.run`."""
         super().__init__()
         self._lab, self._options = lab, options
         self._lock = threading.RLock()
@@ -69,19 +86,26 @@ class Controls(InputForm):
         self._start = self.button("Start", "play", "Start training at step 0", self.start)
         self._pause = self.button("Pause", "pause", "Pause after the steps in progress", self.pause)
         self._stop = self.button("Stop", "stop", "End the run and keep the ranks", self.stop)
+        self._undo = self.button("Undo", "undo", "Take the last change back", self.undo)
         slower = "Profile memory in the next step (slower)"
         self._ledger = self.button("Profile memory", "microscope", slower, self.ledger)
         self._state = styled(widgets.HTML(), "fsdp-state-line")
         self._bar = styled(widgets.Box([*self.inputs, self._state]), "fsdp-bar")
         self.message = styled(widgets.HTML(), "fsdp-notice-text")
         self._notice = styled(widgets.Box([self.message]), "fsdp-notice")
-        self._groups = [Group(title, first, self.accept) for title in TITLES]
-        self._controls = {name: control for group in self._groups for name, control in group.controls.items()}
+        rows = [CONTROLS[row.name] for title in TITLES for row in controls_of(title)]
+        self._controls = {row.name: Control(row, first, lambda name, v: self.accept({name: v})) for row in rows}
+        self._groups = [Group(title, self._controls) for title in TITLES]
+        self._refusals = RefusalLine(self.accept)
         self._fields = [widget for control in self._controls.values() for widget in control.inputs]
-        self._fields += [group.button for group in self._groups]
+        self._fields.append(self._refusals.button)
         self.inputs += [*self._fields, *(group.fold for group in self._groups if group.fold is not None)]
-        groups = styled(widgets.Box([group.box for group in self._groups]), "fsdp-groups")
-        self.widget = styled(widgets.VBox([self._bar, self._notice, *below, groups]), "fsdp-controls")
+        self.settings = styled(widgets.Box([group.box for group in self._groups]), "fsdp-groups")
+        main = styled(widgets.Box([self._controls[name].box for name in MAIN]), "fsdp-main")
+        headline = styled(widgets.HTML(), "fsdp-headline-place")  # the live view writes into it
+        self._difference = styled(widgets.HTML(), "fsdp-difference")
+        lines = [self._refusals.widget, self._notice, *below, headline, self._difference]
+        self.widget = styled(widgets.VBox([self._bar, main, *lines]), "fsdp-controls")
         self._show()
 
     def add_button(self, text: str, icon: str, tooltip: str, press: Callable[[], Any]) -> None:
@@ -115,6 +139,16 @@ class Controls(InputForm):
         if (active := active_sweep(self._lab) or active_run(self._lab) or active_loop(self._lab)) is not None:
             active.stop(0)
 
+    def undo(self) -> None:
+        """Takes the last accepted choice back."""
+        if self.choices.former:
+            self._send(self.choices.undo())
+
+    def tell_difference(self, text: str) -> None:
+        """Shows how the newest run differs from the one that is kept; "": none is."""
+        put(self._difference, "value", f'<span role="status">{prose(text)}</span>' if text else "")
+        put(self._difference.layout, "display", "" if text else HIDDEN)
+
     def ledger(self) -> None:
         if (run := active_run(self._lab)) is not None:
             run.ledger()
@@ -133,10 +167,11 @@ class Controls(InputForm):
 
     def accept(self, values: Mapping[str, Any]) -> None:
         """Takes field values that belong together, as if a person had chosen them."""
-        self.attempt(lambda: self._take(dict(values)))
+        self.attempt(lambda: self._send(self.choices.choose(**values)))
 
-    def _take(self, values: Mapping[str, Any]) -> None:
-        if not (accepted := self.choices.choose(**values)):
+    def _send(self, accepted: dict[str, Any]) -> None:
+        """Applies what is accepted to the active run, or lets it wait for one."""
+        if not accepted:
             return
         run = active_run(self._lab)
         if run is None or self._restarting:
@@ -168,7 +203,14 @@ class Controls(InputForm):
             self._too_large = wanted
             raise e.with_way_out("press Start again to start it all the same") from e
         self._sent.clear()
+        self._forget_applied()
         self._await(waiting, wanted, run, None)
+
+    def _forget_applied(self, before: float = math.inf) -> None:
+        """Drops the notes on what was applied at an earlier step than that."""
+        notes = self.choices.notes
+        old = [n for n, note in notes.items() if note.step is not None and note.step < before]
+        self.choices.note(old, ChoiceState.IDLE, "")
 
     def begin(self, start: Callable[[Mapping[str, Any]], Run]) -> None:
         """Shows a run that was not started by Start: `start` is given the choices that wait for one, and may raise."""
@@ -209,7 +251,9 @@ class Controls(InputForm):
             if (ranks := len(self._lab.devices)) not in (0, self._ranks):  # as by `lab.move`
                 self._ranks = ranks
                 if active_run(self._lab) is None and ranks != self.choices.wanted.world_size:
-                    self._take({"world_size": ranks, "devices": None})
+                    self._send(self.choices.choose(world_size=ranks, devices=None))
+            if run is not None and not run.state.over:
+                self._forget_applied(run.step - SHOWN_STEPS)
             changed = before != (self.choices.notes, self.choices.wanted)
             (self._show if changed else self._show_state)()
 
@@ -234,7 +278,7 @@ class Controls(InputForm):
             except Exception:  # the run is over, and its state says why
                 step = None
         if step is not None:
-            self.choices.note(sent.names, ChoiceState.APPLIED, f"applied at step {step}")
+            self.choices.note(sent.names, ChoiceState.APPLIED, f"applied at step {step}", step)
             return True
         if sent.run.state.over or run is None or run.id != sent.run.id:
             self.choices.note(sent.names, ChoiceState.NEXT, "with the next start")
@@ -247,7 +291,8 @@ class Controls(InputForm):
             note = self.choices.notes.get(name, Note())
             control.say(note.state, note.text)
         for group in self._groups:
-            group.explain(self.choices)
+            group.summarize(self.choices)
+        self._refusals.explain(self.choices)
         self._show_state()
 
     def _show_state(self) -> None:
@@ -270,6 +315,9 @@ class Controls(InputForm):
         put(self._pause, "button_style", "" if held is None else "primary")
         put(self._stop, "disabled", not sweeping and (not active or stopping))
         put(self._ledger, "disabled", sweeping or watching or not active or stopping or broken)
+        former = ", ".join(value_text(CONTROLS[n], v) for n, v in self.choices.former.items())
+        put(self._undo, "disabled", sweeping or watching or not former)
+        put(self._undo, "tooltip", f"Back to {former}" if former else "No change to take back")
         word = "comparing" if sweeping else state.value if state is not None else "ready"
         css, text = f"fsdp-state fsdp-state-{word}", SWEEPING if sweeping else self._sentence(run, held)
         put(self._state, "value", f'<span class="{css}" role="status">{escape(word)}</span> <span>{prose(text)}</span>')

@@ -1,5 +1,5 @@
 """`Choices`, the field values that are chosen: pending, applied, or refused; and the inputs for them: `Control`, of one
-field by its row, and `Group`, a titled row of them.
+field by its row, `Group`, a titled row of them, and `RefusalLine`, which says why choices are refused.
 
 A refused choice is held back with its reason, and tried again with every later choice, so that a combination can be made
 in any order: backend ddp is refused under full_shard, and accepted once no_shard is chosen.
@@ -40,6 +40,7 @@ class Note:
 
     state: ChoiceState = ChoiceState.IDLE
     text: str = ""
+    step: int | None = None  # at which an applied one took effect
     why: str = ""
     fix: Mapping[str, Any] = field(default_factory=dict)
 
@@ -66,6 +67,7 @@ class Choices(Generic[T]):
         self.wanted = spec
         self.held: dict[str, Any] = {}
         self.notes: dict[str, Note] = {}
+        self._former: list[dict[str, Any]] = []  # values before each accepted choice
         self._check = check
 
     def choose(self, **values: Any) -> dict[str, Any]:
@@ -77,6 +79,8 @@ class Choices(Generic[T]):
             changes = {name: value for name, value in attempt.items() if not same(now[name], value)}
             if self._refusal(attempt) is None:
                 self.wanted = self.wanted.replace(**changes)
+                if changes:
+                    self._former.append({name: now[name] for name in changes})
                 for name in attempt:
                     self.held.pop(name, None)
                     self.notes[name] = Note()
@@ -86,8 +90,22 @@ class Choices(Generic[T]):
         self._review()
         return {}
 
+    @property
+    def former(self) -> Mapping[str, Any]:
+        """The values that the last accepted choice changed, as they were; empty if there is none."""
+        return self._former[-1] if self._former else {}
+
+    def undo(self) -> dict[str, Any]:
+        """Takes the last accepted choice back, as `choose` does; the one before it is the last one then."""
+        changes = self.choose(**self._former.pop())
+        if changes:
+            self._former.pop()
+        return changes
+
     def adopt(self, spec: T) -> None:
         """Replaces the wanted Spec by one that was not chosen here, and reviews what is held."""
+        if spec != self.wanted:
+            self._former.clear()
         self.wanted = spec
         self.held = {name: value for name, value in self.held.items() if not same(spec.flat()[name], value)}
         self._review()
@@ -95,23 +113,27 @@ class Choices(Generic[T]):
     def revert(self, names: Mapping[str, Any], to: T, error: FieldError) -> None:
         """Holds fields that were accepted here and refused by the ranks, with the ranks' reason."""
         now = self.wanted.flat()
+        if self.former.keys() == names.keys():
+            self._former.pop()
         self.held |= {name: now[name] for name in names}
         self.notes |= {name: _refused(error, error.fix) for name in names}
         self.wanted = to
 
-    def note(self, names: Iterable[str], state: ChoiceState, text: str) -> None:
-        self.notes |= {name: Note(state=state, text=text) for name in names}
+    def note(self, names: Iterable[str], state: ChoiceState, text: str, step: int | None = None) -> None:
+        self.notes |= {name: Note(state=state, text=text, step=step) for name in names}
 
     def value(self, name: str) -> Any:
         """Returns what the control of a field shows: the held choice, else the wanted one."""
         return self.held[name] if name in self.held else self.wanted.flat()[name]
 
     def _review(self) -> None:
-        """Updates the reasons of what is held."""
+        """Updates the reasons of what is held: one for all where a change would make all possible, else each its own."""
+        together, fix = self._refusal(self.held), self._fix(self.held)
         for name, value in self.held.items():
+            if together is not None and fix:
+                self.notes[name] = _refused(together, {**{n: v for n, v in self.held.items() if n != name}, **fix})
             # One that is possible by itself is not with what it was chosen with.
-            error = self._refusal({name: value}) or self._refusal(self.held)
-            if error is not None:
+            elif (error := self._refusal({name: value}) or together) is not None:
                 self.notes[name] = _refused(error, self._fix({name: value}))
 
     def _refusal(self, changes: Mapping[str, Any]) -> FieldError | None:
@@ -167,6 +189,7 @@ def offered(row: FieldRow, now: Chosen, value: Any) -> list[tuple[str, Any]]:
 _ROWS = {**rows_of(Strategy), **rows_of(Workload), **rows_of(Spec)}
 CONTROLS = _ROWS | {"model": replace(_ROWS["model"], choices=presets(below=OFFERED_PARAMETERS))}
 TITLES = ("Sharding", "Schedule", "Workload", "Training")
+MAIN = ("backend", "sharding", "precision", "offload")  # are always on the screen
 
 
 def controls_of(title: str, *, planned: bool = False) -> tuple[FieldRow, ...]:
@@ -267,23 +290,43 @@ class Control:
         self._choose(self.field.name, value)
 
 
-class Group:
-    """A titled row of controls, and below it why a choice is refused, with a button that fixes it. The group `FOLDED` is one
-    line that says what is not as it is by default, until its button, or a refusal, shows the controls."""
+Accept = Callable[[Mapping[str, Any]], None]
 
-    def __init__(self, title: str, now: Chosen, accept: Callable[[Mapping[str, Any]], None]) -> None:
-        rows = controls_of(title)
-        self.controls = {row.name: Control(row, now, lambda name, value: accept({name: value})) for row in rows}
+
+class RefusalLine:
+    """Says why choices are refused, with a button for what would make them possible; hidden while none is."""
+
+    def __init__(self, accept: Accept) -> None:
         self._fix: dict[str, Any] = {}
-        head = styled(widgets.HTML(f"<h4>{escape(title)}</h4>"), "fsdp-group-head")
-        self.row = styled(widgets.Box([c.box for c in self.controls.values()]), "fsdp-group-row")
         self._words = styled(widgets.HTML(), "fsdp-refusal")
         self.button = styled(widgets.Button(description=""), "fsdp-fix")
         self.button.on_click(lambda _: accept(self._fix))
-        self._line = styled(widgets.Box([self._words, self.button]), "fsdp-refusal-line")
+        self.widget = styled(widgets.Box([self._words, self.button]), "fsdp-refusal-line")
+
+    def explain(self, choices: Choices[Any]) -> None:
+        """Shows the reasons of what is held, each once."""
+        refused = {name: choices.notes[name] for name in choices.held if name in choices.notes}
+        fixed = [{name: choices.held[name], **note.fix} for name, note in refused.items() if note.fix]
+        self._fix = fixed[-1] if fixed else {}
+        more = {n: v for n, v in self._fix.items() if n not in choices.held or v != choices.held[n]}
+        label = fix_text(more, choices.held)
+        put(self._words, "value", "<br>".join(dict.fromkeys(escape(note.why) for note in refused.values())))
+        put(self.button, "description", label)
+        put(self.button.layout, "display", "" if label else HIDDEN)
+        put(self.widget.layout, "display", "" if refused else HIDDEN)
+
+
+class Group:
+    """A titled row of controls. The group `FOLDED` is one line that says what is not as it is by default, until its button,
+    or a refusal, shows the controls."""
+
+    def __init__(self, title: str, controls: Mapping[str, Control]) -> None:
+        self.controls = {row.name: controls[row.name] for row in controls_of(title) if row.name not in MAIN}
+        head = styled(widgets.HTML(f"<h4>{escape(title)}</h4>"), "fsdp-group-head")
+        self.row = styled(widgets.Box([c.box for c in self.controls.values()]), "fsdp-group-row")
         self.fold: widgets.Button | None = None
         self.summary: widgets.HTML | None = None
-        parts = [head, self.row, self._line]
+        parts = [head, self.row]
         if title == FOLDED:
             self.fold = fold = styled(widgets.Button(tooltip=f"Show or hide: {title}"), "fsdp-fold")
             fold.on_click(lambda _: unfold(self.row, fold, self.row.layout.display == HIDDEN))
@@ -292,21 +335,10 @@ class Group:
             parts.insert(1, styled(widgets.Box([fold, self.summary]), "fsdp-fold-line"))
         self.box = styled(widgets.VBox(parts), "fsdp-group", *["fsdp-folds"] * (title == FOLDED))
 
-    def explain(self, choices: Choices[Any]) -> None:
-        """Shows the reasons of this group's refusals, and the fix if there is one."""
-        refused = {
-            name: choices.notes[name] for name in self.controls if name in choices.held and name in choices.notes
-        }
-        fixed = [{name: choices.held[name], **note.fix} for name, note in refused.items() if note.fix]
-        self._fix = fixed[-1] if fixed else {}
-        more = {n: v for n, v in self._fix.items() if n not in choices.held or v != choices.held[n]}
-        label = fix_text(more, choices.held)
-        put(self._words, "value", "<br>".join(escape(note.why) for note in refused.values()))
-        put(self.button, "description", label)
-        put(self.button.layout, "display", "" if label else HIDDEN)
-        put(self._line.layout, "display", "" if refused else HIDDEN)
+    def summarize(self, choices: Choices[Any]) -> None:
+        """Of a group that is folded: says what is not as it is by default, and shows it where a choice is refused."""
         if self.fold is not None and self.summary is not None:
-            if refused:
+            if self.controls.keys() & choices.held.keys():
                 unfold(self.row, self.fold, True)
             now, usual = choices.wanted.flat(), Spec().flat()
             told = [n for n in self.controls if n in ALWAYS_TOLD or now[n] != usual[n]]

@@ -1,5 +1,5 @@
-"""The forms that a button of the bar opens and closes: `WritingForm`, and `SweepForm` for a comparison; and
-`DiagnosisBox`, which a trouble opens.
+"""The forms of the tabs: `WritingForm` for a text, `SweepForm` for a comparison, `RunsForm` for names, reports and stored
+runs; and `DiagnosisBox`, which a trouble opens.
 
 Nothing here waits for a rank on the thread of a handler or of the tick: what takes longer has a thread of its own.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.errors import ArgumentError, SpecError
 from fsdp_lab.base.formatting import duration
 from fsdp_lab.base.generation import Sampling
 from fsdp_lab.dashboard.forms import HIDDEN, InputForm, prose, put, styled
@@ -20,7 +20,9 @@ from fsdp_lab.dashboard.lab_like import LabLike, active_loop, active_run, active
 from fsdp_lab.runs import Refusal, Run, RunState, Sweep, WatchedRun
 from fsdp_lab.runs.comparison import labels_by
 from fsdp_lab.runs.diagnosis import Diagnosis
+from fsdp_lab.runs.history import StoredRun
 from fsdp_lab.runs.sweep import ROUNDS, combine
+from fsdp_lab.runs.view import RunView
 from fsdp_lab.spec.describe import describe_field, describe_fields, describe_strategy, field_title, flat_fields
 from fsdp_lab.spec.spec import FIELDS, Spec
 
@@ -30,10 +32,11 @@ COMBINED: Mapping[str, Sequence[Any]] = {
 STEPS = 30
 MOST_TOKENS = 1000
 LOOK_EVERY_S = 1.0
+MOST_STORED = 50
 
 
 class WritingForm(InputForm):
-    """`toggle` opens and closes it."""
+    """Has the model continue a text."""
 
     css = "fsdp-sweep"
 
@@ -43,13 +46,12 @@ class WritingForm(InputForm):
         self._prompt = self.add(widgets.Text(placeholder="Once upon a time", description="prompt"))
         self._tokens = self.number("new tokens", Sampling.new_tokens, 1, MOST_TOKENS, "Length of the text")
         styled(self._tokens, "fsdp-number")
-        self._write = self.button("Write", "pencil", "Continue the prompt, after the steps in progress", self.write)
+        self._write = self.button("Generate", "pencil", "Continue the prompt, after the steps in progress", self.write)
         self._write.button_style = "primary"
-        close = self.button("Close", "", "Close this form", self.toggle)
-        entries = [styled(self._prompt, "fsdp-prompt"), self._tokens, self._write, close]
+        entries = [styled(self._prompt, "fsdp-prompt"), self._tokens, self._write]
         self.message = styled(widgets.HTML(), "fsdp-sweep-said", "fsdp-written")
         row = styled(widgets.Box(entries), "fsdp-sweep-row")
-        self.widget = styled(widgets.VBox([row, self.message], layout=widgets.Layout(display=HIDDEN)), "fsdp-sweep")
+        self.widget = styled(widgets.VBox([row, self.message]), "fsdp-sweep")
         self.tick()
 
     def write(self) -> None:
@@ -74,7 +76,7 @@ class WritingForm(InputForm):
 
 
 class SweepForm(InputForm):
-    """`toggle` opens and closes it; `wanted` is the Spec whose fields are combined with the lists."""
+    """`wanted` is the Spec whose fields are combined with the lists: its own values are chosen until another is."""
 
     css = "fsdp-sweep"
 
@@ -82,13 +84,13 @@ class SweepForm(InputForm):
         super().__init__()
         self._lab, self._wanted = lab, wanted
         self._lock = threading.RLock()
-        self._open = False
+        self._follows, self._updating = True, False  # the chips show the wanted Spec's values; are being set to them
         self._counted: object = None  # the Spec and the lists that were counted
         self._started: Sweep | None = None
         self._chips: dict[str, list[widgets.ToggleButton]] = {name: [] for name in COMBINED}
         for name, value in ((name, value) for name, values in COMBINED.items() for value in values):
             chip = widgets.ToggleButton(description=str(value), tooltip=f"Compare with {field_title(name)} {value}")
-            chip.observe(lambda _: self.tick(), "value")
+            chip.observe(self._choose, "value")
             self._chips[name].append(self.add(styled(chip, "fsdp-chip")))
         rows = [self._row(field_title(name), chips) for name, chips in self._chips.items()]
         self._steps = self.number("steps", STEPS, 1, 100_000, "Of each run")
@@ -98,9 +100,8 @@ class SweepForm(InputForm):
             styled(number, "fsdp-number")
         self._start = self.button("Start comparison", "play", "Train all that can run, in turns", self.start)
         self._start.button_style = "primary"
-        close = self.button("Close", "", "Close this form", self.toggle)
         self.message = styled(widgets.HTML(), "fsdp-sweep-said")
-        last_row = self._row("", [self._steps, self._rounds, self._start, close])
+        last_row = self._row("", [self._steps, self._rounds, self._start])
         self._choices = styled(widgets.VBox([*rows, last_row, self.message]), "fsdp-sweep-ask")
         self._progress = styled(widgets.HTML(), "fsdp-sweep-said")
         stop = self.button("Stop comparison", "stop", "End it and keep what was measured", self.stop)
@@ -112,14 +113,11 @@ class SweepForm(InputForm):
         head = [styled(widgets.HTML(escape(name)), "fsdp-sweep-name")] if name else []
         return styled(widgets.Box([*head, *parts]), "fsdp-sweep-row")
 
-    def toggle(self) -> None:
-        """Opens it with what is trained now chosen, or closes it."""
+    def _choose(self, _change: object) -> None:
         with self._lock:
-            now = self._wanted().flat()
-            for name, chips in self._chips.items() if not self._open else ():
-                for value, chip in zip(COMBINED[name], chips, strict=True):
-                    chip.value = value == now[name]
-            self._open = not self._open
+            if self._updating:  # by the tick
+                return
+            self._follows = False
             self.tick()
 
     def start(self) -> None:
@@ -148,7 +146,14 @@ class SweepForm(InputForm):
         """Follows the comparison, the Spec that is combined, and the chips."""
         with self._lock:
             sweep, last = active_sweep(self._lab), self._started
-            if self._open and (wanted := (base := self._wanted(), self.lists(base))) != self._counted:
+            base = self._wanted()
+            if self._follows:
+                now, self._updating = base.flat(), True
+                for name, chips in self._chips.items():
+                    for value, chip in zip(COMBINED[name], chips, strict=True):
+                        put(chip, "value", value == now[name])
+                self._updating = False
+            if (wanted := (base, self.lists(base))) != self._counted:
                 self._counted = wanted
                 self._count(*wanted)
             if sweep is not None:
@@ -158,7 +163,6 @@ class SweepForm(InputForm):
                 self._started = None
             put(self._choices.layout, "display", "" if sweep is None else HIDDEN)
             put(self._running.layout, "display", "" if sweep is not None else HIDDEN)
-            put(self.widget.layout, "display", "" if self._open or sweep is not None else HIDDEN)
 
     def _count(self, base: Spec, lists: Mapping[str, Sequence[Any]]) -> None:
         """Counts the combinations; says how many can run, and why the others cannot."""
@@ -186,6 +190,91 @@ def _progress(sweep: Sweep) -> str:
     if sweep.suspended is not None:
         parts.append(f"then the run goes on at step {sweep.suspended.step:,}")
     return f'<span role="status">{escape(" · ".join(parts))}</span>'
+
+
+class RunsForm(InputForm):
+    """The run's name and note, its settings as code, a report of what is compared, and the stored runs of other days, which
+    `pin` brings into the comparison."""
+
+    css = "fsdp-sweep"
+
+    def __init__(self, lab: LabLike, wanted: Callable[[], Spec], pin: Callable[[RunView], str]) -> None:
+        super().__init__()
+        self._lab, self._wanted, self._pin = lab, wanted, pin
+        self._run: Run | WatchedRun | None = None
+        self._stored: Mapping[str, RunView] = {}
+        self._name = self._text("name", "baseline", "Names this run in lists, comparisons and reports", Run.rename)
+        self._note = self._text("note", "what is tried here", "A note that is stored with this run", Run.annotate)
+        report = self.button("Save report", "file-text-o", "Write what is compared to one HTML file", self.report)
+        show = "Bring the marked runs into the comparison, where their curves and figures are beside this run's"
+        self._compare = self.button("Compare marked", "columns", show, self.compare)
+        refresh = self.button("List stored runs", "refresh", "Read the history's newest runs", self.list_stored)
+        self._list = self.add(widgets.SelectMultiple(rows=6, tooltip="Stored runs, newest first"))
+        self._code = styled(widgets.HTML(), "fsdp-code")
+        self.message = styled(widgets.HTML(), "fsdp-sweep-said")
+        lines = [
+            row([self._name, self._note, report]),
+            self._code,
+            row([refresh, self._compare]),
+            styled(self._list, "fsdp-stored"),
+            self.message,
+        ]
+        self.widget = styled(widgets.VBox(lines), "fsdp-sweep")
+        self.tick(None)
+
+    def _text(self, label: str, example: str, tooltip: str, write: Callable[[Any, str], None]) -> widgets.Text:
+        texts = {"description": label, "placeholder": example, "tooltip": tooltip}
+        text = self.add(styled(widgets.Text(**texts, continuous_update=False), "fsdp-prompt"))
+
+        def save(change: Mapping[str, Any]) -> None:
+            if self._run is not None and change["new"] != getattr(self._run, label):
+                self.attempt(lambda: write(self._run, change["new"]))
+
+        text.observe(save, "value")
+        return text
+
+    def report(self) -> None:
+        """Writes a report of the comparison, or of the run. Raises ArgumentError: there is nothing to report."""
+        self.say("The report is being written.")
+        self.ask_lab(lambda: self.say(f"The report is in `{self._lab.report()}`."))
+
+    def list_stored(self) -> None:
+        """Lists the newest stored runs."""
+        stored = {_stored_line(run): run for run in self._lab.runs()[:MOST_STORED]}
+        self._stored, self._list.options = stored, tuple(stored)
+        self.say("" if stored else "No run is stored yet.")
+
+    def compare(self) -> None:
+        """Pins the marked runs. Raises ArgumentError: none is marked, or too many are pinned."""
+        if not (marked := self._list.value):
+            raise ArgumentError("compare", "no stored run is marked", "list the stored runs, and mark one or more")
+        letters = [self._pin(self._stored[line]) for line in marked]
+        self.say(f"In the comparison as {', '.join(letters)}.")
+
+    def tick(self, run: Run | WatchedRun | None) -> None:
+        """Follows the run that is shown."""
+        if run is not self._run:
+            self._run = run
+            put(self._name, "value", run.name if run is not None else "")
+            put(self._note, "value", run.note if run is not None else "")
+        for text in (self._name, self._note):
+            put(text, "disabled", run is None)
+        put(self._compare, "disabled", not self._stored)
+        changes = Spec().difference(self._wanted())
+        given = ", ".join(f"{name}={new!r}" for name, (_, new) in changes.items())
+        copy = '<button type="button" class="fsdp-copy" title="Copy the settings as code">Copy as code</button>'
+        put(self._code, "value", f"{copy}<code>{escape(f'lab.run({given})')}</code>")
+
+
+def _stored_line(run: StoredRun) -> str:
+    """Such as "baseline · gpt2-1m · lab full_shard fp32 · 2026-11-28 10:03 · 300 steps · 4f2a09c1"."""
+    try:
+        what = describe_strategy(run.spec)
+    except SpecError:
+        what = "a Spec of another version"
+    named = [run.name] if run.name else []
+    model = describe_field("model", run.flat_fields.get("model", "own loop"))
+    return " · ".join([*named, model, what, run.when, f"{run.step:,} steps", run.id])
 
 
 class DiagnosisBox(InputForm):
