@@ -225,6 +225,8 @@ class Lab:
         recover: RecoveryPolicy | str | bool = False,
         evaluate: EvalConfig | int | None = None,
         report_to: Any = None,
+        name: str = "",
+        note: str = "",
         anyway: bool = False,
         **changes: Any,
     ) -> Run:
@@ -244,6 +246,7 @@ class Lab:
             evaluate: compute the loss on held-out samples every so many steps; or an `EvalConfig`.
             report_to: where its metrics go too: "wandb", "trackio", "tensorboard", "mlflow", "jsonl", several in a list or
                 as "a,b", or an object with `log(metrics, step=...)`; see `fsdp_lab.runs.trackers`.
+            name, note: for lists, comparisons and reports; `run.rename` and `run.annotate` change them.
             anyway: start it although its memory does not suffice by the plan.
             changes: flat field names, as in `Spec.replace`. For a module of your own, three together: `model`, a function
                 without arguments that builds it, or its class; `loss`, a function of (model, batch) that returns a scalar
@@ -262,6 +265,8 @@ class Lab:
             recovering=RecoveryPolicy.of(recover),
             evaluate=evaluate,
             reporter=Reporter(report_to, self.history).checked(),
+            name=name,
+            note=note,
         )
 
     def resume(
@@ -274,6 +279,8 @@ class Lab:
         recover: RecoveryPolicy | str | bool = False,
         evaluate: EvalConfig | int | None = None,
         report_to: Any = None,
+        name: str = "",
+        note: str = "",
         anyway: bool = False,
         **changes: Any,
     ) -> Run:
@@ -303,6 +310,8 @@ class Lab:
             recovering=RecoveryPolicy.of(recover),
             evaluate=evaluate,
             reporter=Reporter(report_to, self.history).checked(),
+            name=name,
+            note=note,
         )
 
     def recover(self, ranks: str | None = None) -> Run:

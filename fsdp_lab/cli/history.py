@@ -30,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     acts: tuple[tuple[str, Callable[[argparse.Namespace, History], None], str], ...] = (
         ("show", show, "show one run: environment, switches, last steps"),
         ("delete", delete, "delete runs, by id or by age"),
-        ("rename", lambda args, history: history.rename(args.which, args.name), "give a run a name"),
+        ("rename", rename, "give a run a name"),
+        ("note", note, "write a note on a run"),
         ("pin", lambda args, history: history.pin(args.which), "never delete this run automatically"),
         ("unpin", lambda args, history: history.unpin(args.which), "undo pin"),
     )
@@ -42,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name == "delete":
             help_text = "all runs that ended more than DAYS ago, except pinned ones"
             action.add_argument("--older-than", type=float, metavar="DAYS", help=help_text)
-        if name == "rename":
-            action.add_argument("name", help='the new name; "" removes it')
+        if name in ("rename", "note"):
+            action.add_argument("text", metavar="NAME" if name == "rename" else "TEXT", help='"" removes it')
         if name == "show":
             help_text = "print JSON, with the same figures as compare --json"
             action.add_argument("--json", action="store_true", help=help_text)
@@ -71,12 +72,25 @@ def show(args: argparse.Namespace, history: History) -> None:
     say("\n".join([*head(stored), "", repr(stored.table()), "", repr(stored.blame())]))
 
 
+def rename(args: argparse.Namespace, history: History) -> None:
+    before = history.runs()[args.which]
+    history.rename(args.which, args.text)
+    now = f"is now called {args.text!r}" if args.text else "has no name now"
+    say(f"run {before.id} {now}{f', before {before.name!r}' if before.name else ''}")
+
+
+def note(args: argparse.Namespace, history: History) -> None:
+    stored = history.runs()[args.which]
+    history.annotate(args.which, args.text)
+    say(f"run {stored.id}: {'its note was stored' if args.text else 'it has no note now'}")
+
+
 def head(stored: StoredRun) -> list[str]:
     """The run's name, state, environment and switches, as lines."""
     seconds = (stored.ended_unix_s or time.time()) - stored.started_unix_s
     name, pinned = f" {stored.name}" if stored.name else "", " (pinned)" if stored.pinned else ""
     reason = f" ({stored.reason})" if stored.reason else ""
-    lines = [f"run {stored.id}{name}{pinned}"]
+    lines = [f"run {stored.id}{name}{pinned}", *([f"note: {stored.note}"] if stored.note else [])]
     lines.append(f"{stored.state.value}{reason}; began {stored.when}, {seconds:.0f} s")
     lines.append(stored.where or "where it was trained is not known")
     for switch in stored.switches[1:]:

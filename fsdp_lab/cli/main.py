@@ -22,7 +22,7 @@ COMMANDS = (
     ("prove", compare.add_scripts, compare.prove_scripts, "prove that two training scripts compute the same"),
     ("plan", plan.add_arguments, plan.run, "predict memory and step time of a Spec on any hardware"),
     ("checkpoints", run.add_checkpoints, run.checkpoints, CHECKPOINTS),
-    ("history", history.add_arguments, history.run, "list, show, rename and delete stored runs"),
+    ("history", history.add_arguments, history.run, "list, show, name, annotate and delete stored runs"),
     ("ranks", history.add_ranks_arguments, history.ranks, "list and end persistent ranks"),
     ("report", history.add_report_arguments, history.report, "write stored runs as one HTML report"),
     ("export", run.add_export, run.export_spec, "write a Spec as a torchrun script, or JSON"),

@@ -61,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--recover", choices=("same", "fewer"), help=recover)
     trackers = "report metrics to wandb, trackio, tensorboard, mlflow or jsonl, or to several: a,b"
     add("--report-to", metavar="TRACKER", help=trackers)
+    add("--name", default="", help="of the run, for lists, comparisons and reports")
+    add("--note", default="", metavar="TEXT", help="stored with the run")
     shared.add_hosts(parser)
 
 
@@ -90,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
     Reporter(args.report_to, field="--report-to").checked()
     options: dict[str, Any] = {"steps": args.steps, "evaluate": evaluate, "anyway": args.anyway}
-    options["report_to"] = args.report_to
+    options |= {"report_to": args.report_to, "name": args.name, "note": args.note}
     options["save"] = checkpoint_config(args)
     options["recover"] = RecoveryPolicy() if args.recover is None else RecoveryPolicy(how="auto", ranks=args.recover)
     try:

@@ -166,6 +166,8 @@ class Activities:
                 evaluate=run.evaluate,
                 reporter=Reporter(run.reporter.given, run.reporter.history),
                 broken=run,
+                name=run.name,
+                note=run.note,
             )
 
     def drill(self, kind: str, rank: int) -> Drill:

@@ -44,7 +44,7 @@ class Refusal:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One run, or one refusal. `name`: its Spec, by the fields in which the runs differ."""
+    """One run, or one refusal. `name`: its own, if it has one, and its Spec, by the fields in which the runs differ."""
 
     label: str
     name: str
@@ -261,6 +261,7 @@ def _row(run: RunView | Refusal, label: str, flat: Mapping[str, Any], differing:
     if isinstance(run, Refusal):
         spec = run.spec if isinstance(run.spec, Spec) else None
         return Row(label=label, name=name, run="", spec=spec, flat=flat, state=REFUSED, reason=run.reason)
+    name = f"{run.name}: {name}" if run.name else name
     steps = last_stretch(run.events.steps(), run.spec)
     counted, measured = counting(steps), figures(steps)
     return Row(

@@ -51,13 +51,18 @@ class Run(RunControl, RunQueries, Awaited["Run"]):
         prepare: Callable[[Spec], None] = lambda spec: None,
         start: Checkpoint | None = None,
         broken: Self | None = None,
+        name: str = "",
+        note: str = "",
         **options: Any,
     ) -> None:
         """`share`: steps of a turn, after which the run is suspended until `take_turn` and others may use the ranks.
         `prepare`: called on the driver's thread before anything is sent: makes the ranks ready for a Spec. `start`: the
-        checkpoint to start from. `broken`: a failed run to continue. `options`: of `RunControl`, as of `Lab.run`."""
+        checkpoint to start from. `broken`: a failed run to continue. `name`, `note`: see `rename`.
+        `options`: of `RunControl`, as of `Lab.run`."""
         Awaited.__init__(self)
         RunControl.__init__(self, spec, **options)
+        self.rename(name)
+        self.annotate(note)
         self._driver = Driver(self, ranks, prepare, share, self.id if broken is None else broken.id)
         if broken is not None:
             self._driver.progress.step = broken.step
@@ -104,7 +109,8 @@ class Run(RunControl, RunQueries, Awaited["Run"]):
         reason = f" ({self.reason})" if self.reason else ""
         until = self._driver.progress.until
         of = f" of {until}" if until is not None else ""
-        return f"<Run {self.id}: {self.state.value}{reason}, step {self.step}{of}, spec {self.spec.id}>"
+        name = f" {self.name!r}" if self.name else ""
+        return f"<Run {self.id}{name}: {self.state.value}{reason}, step {self.step}{of}, spec {self.spec.id}>"
 
     def apply(self, spec: Spec | None = None, *, anyway: bool = False, **changes: Any) -> SwitchRequest:
         """Trains another Spec from the next chunk on: `run.apply(sharding="shard_grad_op")`. Returns at once.

@@ -202,11 +202,16 @@ class Audit(Sequence[AuditFinding]):
 
 class RunView(Protocol):
     """A `Run`, or a stored one. Reading it never waits for a rank. `spec`: the one applied last; of a watched loop, what is
-    known of it. `reason`: why the run is in its state, in a sentence, or empty. `cause`: of a failure, where it is a known
-    one. `notes`: how far to trust its times, a sentence each. `environment`: a `fingerprint`."""
+    known of it. `name`, `note`: as the user gave them, or empty. `reason`: why the run is in its state, in a sentence, or
+    empty. `cause`: of a failure, where it is a known one. `notes`: how far to trust its times, a sentence each.
+    `environment`: a `fingerprint`."""
 
     @property
     def id(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def note(self) -> str: ...
     @property
     def events(self) -> EventStore: ...
     @property
@@ -237,6 +242,20 @@ class RunQueries:
     a watched loop; None: there is none."""
 
     findings: Sequence[AuditFinding] | None = None
+    name = note = ""
+
+    def rename(self, name: str) -> None:
+        """Names the run, for lists, comparisons and reports; "" removes the name. It is stored with the run, as a note is.
+        Raises ArgumentError: not a line of text. HistoryError: of a stored run, its file cannot be written."""
+        if not isinstance(name, str) or "\n" in name:
+            raise ArgumentError("name", f"{name!r} is refused", "give a line of text")
+        self.name = name.strip()
+
+    def annotate(self, note: str) -> None:
+        """Writes a note on the run; "" removes it. Raises as `rename`; a note may have several lines."""
+        if not isinstance(note, str):
+            raise ArgumentError("note", f"{note!r} is refused", "give a text")
+        self.note = note.strip()
 
     def audit(self) -> Audit:
         """What is wrong with the updates of a watched loop, by parameter, rank and step, as far as it was seen until now."""

@@ -35,6 +35,7 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
         begin = begins["begin"]
         self.id = str(begins["run"])
         self.spec = WatchedLoop.from_dict(begin["loop"])
+        self.name = self.spec.title
         self.started_unix_s = float(begin["started_unix_s"])
         self.ended_unix_s: float | None = None
         self.events = EventStore()

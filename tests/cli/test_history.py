@@ -63,7 +63,10 @@ def test_a_run_is_shown(runs: list[Telling], capsys: pytest.CaptureFixture[str])
 
 
 def test_runs_are_named_pinned_and_deleted(runs: list[Telling], capsys: pytest.CaptureFixture[str]):
-    said(capsys, "rename", runs[0].id, "baseline")
+    assert said(capsys, "rename", runs[0].id, "base") == f"run {runs[0].id} is now called 'base'\n"
+    assert said(capsys, "rename", "base", "baseline") == f"run {runs[0].id} is now called 'baseline', before 'base'\n"
+    assert "note was stored" in said(capsys, "note", "baseline", "as in the paper")
+    assert "note: as in the paper" in said(capsys, "show", "baseline") and "as in the paper" in said(capsys)
     said(capsys, "pin", "baseline")
     assert "baseline (pinned)" in said(capsys) and History().runs()["baseline"].id == runs[0].id
     said(capsys, "unpin", "baseline")

@@ -140,6 +140,7 @@ class FakeRun:
     diagnoses: tuple[Diagnosis, ...] = ()
     audit = RunQueries.audit
     findings = None
+    name = note = ""
 
     def __init__(self, run_id: str, spec: Spec, *, steps: int | None, step_s: float, share: int | None = None,
                  before_step: Callable[[FakeRun], None] = lambda run: None, hosts: int = 1) -> None:  # fmt: skip

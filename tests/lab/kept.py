@@ -18,6 +18,8 @@ class RecordedRun:
     spec: Spec
     events: EventStore
     id: str = "told"
+    name: str = ""
+    note: str = ""
     started_unix_s: float = 1.7e9
     ended_unix_s: float | None = 1.7e9 + 60
     state: RunState = RunState.FINISHED

@@ -23,7 +23,7 @@ from fsdp_lab.base.errors import ArgumentError, SpecError
 from fsdp_lab.base.events import Carrier, Memory, MemorySample, RoleBytes, Span, StepEvent, Track, Traffic
 from fsdp_lab.base.generation import Completion
 from fsdp_lab.base.process import Identity
-from fsdp_lab.runs import RunState
+from fsdp_lab.runs import Comparison, RunState
 from fsdp_lab.runs.history import History, HistoryError, StoredRun, database as database_module, writer as writer_module
 from fsdp_lab.runs.history.database import HistoryDB, Pack, unpack
 from fsdp_lab.runs.history.history import kernel_alive
@@ -183,15 +183,34 @@ def test_a_run_is_found_by_the_beginning_of_its_id_or_its_name(shelf: History):
         runs[""]
     with pytest.raises(IndexError):
         runs[7]
-    shelf.rename(runs[3].id, "baseline")
+    runs[3].rename("baseline")
     assert shelf.runs()["baseline"].id == runs[3].id and len(shelf.runs(name="baseline")) == 1
     shelf.rename(runs[4].id, "baseline")
     with pytest.raises(ArgumentError, match="2 runs are called 'baseline'"):
         shelf.runs()["baseline"]
     for run in runs[3:5]:
         shelf.rename(run.id, "")
-    with pytest.raises(ArgumentError, match="name: "):
-        shelf.rename(runs[0].id, "two\nlines")
+    for change, what in ((shelf.rename, "two\nlines"), (shelf.annotate, 3)):
+        with pytest.raises(ArgumentError, match="(name|note): "):
+            change(runs[0].id, what)
+
+
+def test_a_name_and_a_note_are_stored_while_a_run_trains_and_may_come_from_elsewhere(history: History):
+    with HistoryDB(history.path) as db:
+        db.change("ALTER TABLE runs DROP COLUMN note")  # as files were first
+    run = Telling()
+    run.rename("baseline")
+    kept(history, run)
+    History(history.path).rename("baseline", "first")
+    run.tell(3)
+    history.flush(LONG_S)
+    assert history.runs()["first"].id == run.id, "a name from another process stays"
+    history.rename("first", "second")
+    run.annotate("as in the paper")
+    history.flush(LONG_S)
+    [past] = history.runs()
+    assert (past.name, past.note, run.name) == ("second", "as in the paper", "second")
+    assert [row.name.partition(":")[0] for row in Comparison.of([past, run]).rows] == ["second", "second"]
 
 
 def test_where_the_history_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

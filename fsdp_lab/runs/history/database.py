@@ -33,7 +33,7 @@ SCHEMA = (
         number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, name TEXT NOT NULL DEFAULT '',
         pinned INTEGER NOT NULL DEFAULT 0, spec TEXT NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL,
         started_unix_s REAL NOT NULL, ended_unix_s REAL, step INTEGER NOT NULL, notes TEXT NOT NULL,
-        environment TEXT NOT NULL, tokens_per_s REAL, loss REAL,
+        environment TEXT NOT NULL, tokens_per_s REAL, loss REAL, note TEXT NOT NULL DEFAULT '',
         host TEXT NOT NULL, pid INTEGER NOT NULL, born TEXT NOT NULL, seen_unix_s REAL NOT NULL)""",
     "CREATE INDEX runs_by_start ON runs (started_unix_s)",
     """CREATE TABLE switches (
@@ -78,7 +78,7 @@ class HistoryDB:
     def _create(self) -> None:
         """Creates the schema in an empty file. Raises HistoryError for a file that must not be changed."""
         if self._is_made():
-            return
+            return self._add_note()
         self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # only before the first table
         self._use_wal()
         with self.transaction():
@@ -86,6 +86,12 @@ class HistoryDB:
                 marks = (f"PRAGMA user_version = {VERSION}", f"PRAGMA application_id = {APPLICATION}")
                 for statement in (*SCHEMA, *marks):
                     self._db.execute(statement)
+
+    def _add_note(self) -> None:
+        """Adds the one column that files of this version lacked at first; earlier readers do not mind it."""
+        if not self.value("SELECT count(*) FROM pragma_table_info('runs') WHERE name = 'note'"):
+            with contextlib.suppress(sqlite3.OperationalError):  # added meanwhile, or a file that can only be read
+                self.change("ALTER TABLE runs ADD COLUMN note TEXT NOT NULL DEFAULT ''")
 
     def _is_made(self) -> bool:
         """Raises HistoryError for a file of another program or version."""

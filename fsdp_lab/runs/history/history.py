@@ -47,7 +47,7 @@ class StoredRun(RunQueries):
     """A run as it was in the file when it was listed. Events and switches are read when they are first used.
 
     Attributes:
-        id, name, pinned: a pinned run is never deleted to make room.
+        id, name, note, pinned: a pinned run is never deleted to make room.
         started_unix_s, ended_unix_s: the end is None while it runs, and for a lost run the time of its last update.
         state, reason, notes, environment: as in `Run`. `RunState.LOST` if its kernel died before the run was over.
         step: committed steps. tokens_per_s: median of the newest 100 counted steps. loss: the last one.
@@ -59,6 +59,7 @@ class StoredRun(RunQueries):
         self.number = int(row["number"])
         self.spec_fields: dict[str, Any] = json.loads(row["spec"])
         self.id, self.name, self.pinned = str(row["id"]), str(row["name"]), bool(row["pinned"])
+        self.note = str(row.get("note", ""))
         self.started_unix_s, self.ended_unix_s = float(row["started_unix_s"]), row["ended_unix_s"]
         self.step, self.tokens_per_s, self.loss = int(row["step"]), row["tokens_per_s"], row["loss"]
         self.state, self.reason = RunState(row["state"]), str(row["reason"])
@@ -84,6 +85,21 @@ class StoredRun(RunQueries):
         """Flat field name -> value as stored, also of a Spec of another version; of a watched loop, what is known."""
         parts = (self.spec_fields.get(name, {}) for name in ("workload", "strategy", KEY))
         return {**{name: value for part in parts for name, value in part.items()}, **self.spec_fields}
+
+    def rename(self, name: str) -> None:
+        super().rename(name)
+        self._store()
+
+    def annotate(self, note: str) -> None:
+        super().annotate(note)
+        self._store()
+
+    def _store(self) -> None:
+        with self._open() as db:
+            try:
+                db.update("runs", self.number, {"name": self.name, "note": self.note})
+            except sqlite3.Error as e:
+                raise HistoryError(explain(e, db.path, "cannot use {}")) from e
 
     @cached_property
     def switches(self) -> Sequence[Switch]:
@@ -119,7 +135,7 @@ class StoredRun(RunQueries):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything except the events, as plain values."""
-        names = ("id", "name", "pinned", "state", "reason", "started_unix_s", "ended_unix_s", "step")
+        names = ("id", "name", "note", "pinned", "state", "reason", "started_unix_s", "ended_unix_s", "step")
         row = {name: getattr(self, name) for name in (*names, "tokens_per_s", "loss")} | {"state": self.state.value}
         return row | {"spec": self.spec_fields, "notes": list(self.notes), "environment": dict(self.environment)}
 
@@ -177,8 +193,14 @@ class RunList(Sequence[StoredRun]):
         legend = ("tokens/s: the median of the newest 100 steps",) if self._runs else ()
         part = f"{len(self)} of " if len(self) != self._of else ""
         caption = f"{part}{self._of} run{'s' * (self._of != 1)} in {self._where}"
-        rows, left = tuple(map(_row, self._runs)), frozenset(COLUMNS) - {"ranks", "steps", "tokens/s", "loss"}
-        return Table(columns=COLUMNS, rows=rows, caption=caption, notes=(*legend, *self._notes), left=left)
+        rows, columns = list(map(_row, self._runs)), list(COLUMNS)
+        if any(run.note for run in self._runs):
+            columns.append("note")
+            rows = [(*row, run.note.partition("\n")[0]) for row, run in zip(rows, self._runs, strict=True)]
+        left = frozenset(columns) - {"ranks", "steps", "tokens/s", "loss"}
+        return Table(
+            columns=tuple(columns), rows=tuple(rows), caption=caption, notes=(*legend, *self._notes), left=left
+        )
 
     def __repr__(self) -> str:
         return repr(self.table())
@@ -261,9 +283,19 @@ class History:
     def rename(self, run: str, name: str) -> None:
         """Names a run; "" removes the name. `run` is an id, the beginning of one, or a name. Raises ArgumentError: there is
         no such run, or more than one. HistoryError: the file cannot be written."""
-        if not isinstance(name, str) or "\n" in name:
-            raise ArgumentError("name", f"{name!r} is refused", "give a line of text")
-        self._change(run, "name", name)
+        for one in self._both(run):
+            one.rename(name)
+
+    def annotate(self, run: str, note: str) -> None:
+        """Writes a note on a run; "" removes it. Raises as `rename`."""
+        for one in self._both(run):
+            one.annotate(note)
+
+    def _both(self, run: str) -> Sequence[RunQueries]:
+        """The stored run and, where it is still being written from here, the live one."""
+        stored = self.runs()[run]
+        live = self._writer.live(stored.id)
+        return [stored, *([live] if isinstance(live, RunQueries) else [])]
 
     def pin(self, run: str) -> None:
         """Protects a run: only `delete` deletes it, however full the history is. Raises as `rename`."""

@@ -70,6 +70,11 @@ class HistoryWriter:
         with self._changed:
             return [writer.run.id for writer in self._writers]
 
+    def live(self, run: str) -> RunView | None:
+        """The run with this id, if it is being written."""
+        with self._changed:
+            return next((writer.run for writer in self._writers if writer.run.id == run), None)
+
     def flush(self, timeout_s: float) -> bool:
         """Writes everything that the runs have reported until now; returns whether that succeeded in time."""
         deadline = time.monotonic() + timeout_s
@@ -175,6 +180,7 @@ class RunWriter:
         self._cursor = self._stored = 0  # of what was packed, and of what is in the file
         self._packs: list[Pack] = []  # that are not full, or not in the file
         self._written: tuple[Any, ...] = ()  # the run's state, as in the file
+        self._named: dict[str, str] = {}  # name and note, as it wrote them; others may write them, too
         self._switches = 0
         self._seen_s = self._figures_s = self._spans_s = float("-inf")
         self._figures: dict[str, Any] = {"tokens_per_s": None, "loss": None}
@@ -186,7 +192,8 @@ class RunWriter:
         new, cursor = self.run.events.since(self._cursor)
         rows = list(enumerate(new, cursor - len(new)))
         now_s = time.monotonic()
-        told = (len(self.run.switches), self.run.notes, self.run.environment, len(self.run.audit()))
+        named = {"name": self.run.name, "note": self.run.note}
+        told = (len(self.run.switches), self.run.notes, self.run.environment, len(self.run.audit()), named)
         state = (self.run.state, self.run.reason, *told, over)
         if cursor == self._stored and state == self._written and now_s - self._seen_s < SEEN_S:
             return
@@ -207,7 +214,7 @@ class RunWriter:
         if over or now_s - self._figures_s >= SEEN_S or self._figures["loss"] is None:
             self._figures, self._figures_s = recent_figures(self.run), now_s
         with db.transaction():
-            number, switches = self._write_row(db, state)
+            number, switches = self._write_row(db, state, named if named != self._named else {})
             for table, packed in (("batches", batches), ("traces", traces)):
                 for row in packed:
                     db.insert(table, {"run": number, **row}, replace=True)
@@ -215,6 +222,7 @@ class RunWriter:
                 for curve, newest in ((0, SPANS_KEPT), (1, CURVES_KEPT)):
                     db.change(_DELETE_OLD_TRACES, number, curve, number, curve, newest)
         self.number, self._stored, self._written, self._switches = number, cursor, state, switches
+        self._named = named
         self._seen_s = now_s
         self._packs = [one for one in self._packs if len(one) < BATCH]
         if due:
@@ -222,11 +230,12 @@ class RunWriter:
             self._heavy = {key: step for key, step in self._heavy.items() if key not in due}
         self.over = over
 
-    def _write_row(self, db: HistoryDB, state: tuple[Any, ...]) -> tuple[int, int]:
-        """Writes the run's row and new switches; returns its number in the file, and the count of switches."""
+    def _write_row(self, db: HistoryDB, state: tuple[Any, ...], named: Mapping[str, str]) -> tuple[int, int]:
+        """Writes the run's row and new switches, and `named`, a new name and note. Returns its number in the file, and the
+        count of switches."""
         number = self.number
         step = max((e.step + 1 for e in self.run.events.latest().values()), default=0)
-        latest: dict[str, Any] = {"step": step, "seen_unix_s": time.time(), **self._figures}
+        latest: dict[str, Any] = {"step": step, "seen_unix_s": time.time(), **self._figures, **named}
         if number is None:
             kernel = {"host": socket.gethostname(), **dataclasses.asdict(Identity.this())}
             number = db.insert("runs", {**_row(self.run), **kernel, **latest})
