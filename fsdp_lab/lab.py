@@ -42,7 +42,10 @@ from fsdp_lab.spec.spec import Spec, Strategy
 from fsdp_lab.spec.user_code import code_name
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from fsdp_lab.dashboard import Dashboard
+    from fsdp_lab.runs.view import RunView
 
 KEY = "_fsdp_lab_open"  # of the open lab, in the notebook's namespace
 PASSES = 6  # measurements of each figure by `calibrate`
@@ -673,6 +676,23 @@ class Lab:
         from fsdp_lab import Dashboard  # imports Bokeh; where it is missing, the error says how to install it
 
         return Dashboard(self, **options)
+
+    def report(self, path: str | os.PathLike[str] | None = None, runs: Sequence[RunView | Refusal] = ()) -> Path:
+        """Writes a report to one HTML file, as `write_report` does; returns its path.
+
+        Args:
+            path: ends in .html; None: "fsdp-lab-<id of the first run>.html" in the working folder.
+            runs: what it compares; empty: the newest run.
+
+        Raises ArgumentError: there is no run, or the path cannot be written.
+        """
+        from fsdp_lab import write_report  # as above
+
+        shown = runs or [run for run in [self.current] if run is not None]
+        if not shown:
+            raise ArgumentError("report", "there is no run yet", "start one first")
+        first = next((run.id for run in shown if not isinstance(run, Refusal)), "comparison")
+        return write_report(path or f"fsdp-lab-{first}.html", shown)
 
     # -- end --------------------------------------------------------------------------------------------------------
 

@@ -127,13 +127,18 @@ class Board:
             run = run if run is not None else shown_run(self._lab)
             if run is None or not len(run.events):
                 raise ArgumentError("pin", "there is no step to pin yet", "start a run, and pin it after some steps")
-            place = next((i for i in range(MOST_PINS) if i not in self._pins), None)
-            if place is None:
+            if not (letter := self.next_letter):
                 hint = f"unpin one of {', '.join(self.pins)} first"
                 raise ArgumentError("pin", f"{MOST_PINS} runs are pinned already", hint)
-            self._pins[place] = Pinned.of(run)
+            self._pins[LETTERS.index(letter)] = Pinned.of(run)
             self._due_s = 0.0
-            return LETTERS[place]
+            return letter
+
+    @property
+    def next_letter(self) -> str:
+        """The label of the next pin; "" where there is no place."""
+        with self._lock:
+            return next((letter for place, letter in enumerate(LETTERS) if place not in self._pins), "")
 
     def unpin(self, label: str) -> None:
         """Removes a row: a pin, or one of a sweep that is over. Raises ArgumentError if there is no such row."""
@@ -265,6 +270,7 @@ class ComparisonCard(BaseCard):
     name = "comparison"
     title = "Comparison"
     wide = True
+    tab = "compare"
 
     def __init__(self, press: Callable[[str, str], None]) -> None:
         super().__init__(Captions(hidden=True))
@@ -336,9 +342,10 @@ def difference_line(shown: BoardView) -> str:
     base = compared[compared.baseline]
     row = next((row for row in reversed(compared.rows) if row.run and row is not base), base)
     kept = f"{base.label} is kept: {describe_strategy(base.spec)}" if base.spec is not None else f"{base.label} is kept"
-    if row is base or row.spec is None or base.spec is None or not (changes := base.spec.difference(row.spec)):
+    changes = {n: value for n, value in row.flat.items() if n in compared.differing and value != base.flat.get(n)}
+    if row is base or not changes:
         return f"{kept}. Change one thing: the difference is shown here."
-    what = ", ".join(describe_field(name, new) for name, (_, new) in changes.items())
+    what = ", ".join(describe_field(name, value) for name, value in changes.items())
     if few_steps(row, base):
         steps = min(len(row.step_times), len(base.step_times))
         return f"{base.label} → {what}: {steps} of {FEW_STEPS} steps, too few to compare"
@@ -347,7 +354,7 @@ def difference_line(shown: BoardView) -> str:
         parts[0] += ", not told apart"
     if row.memory_ratio:
         parts.append(f"peak memory ×{row.memory_ratio:.2f}")
-    if row.parity is not None:
+    if row.parity is not None and row.parity.verdict is not Verdict.UNKNOWN:
         parts.append(f"loss: {compared.badge(row)}")
     return f"{base.label} → {what}: {' · '.join(parts)}"
 

@@ -108,10 +108,12 @@ class Controls(InputForm):
         self.widget = styled(widgets.VBox([self._bar, main, *lines]), "fsdp-controls")
         self._show()
 
-    def add_button(self, text: str, icon: str, tooltip: str, press: Callable[[], Any]) -> None:
+    def add_button(self, text: str, icon: str, tooltip: str, press: Callable[[], Any]) -> widgets.Button:
         """Adds a button to the bar. An error of `press` is shown below it."""
         *buttons, state = self._bar.children
-        self._bar.children = [*buttons, self.button(text, icon, tooltip, press), state]
+        button = self.button(text, icon, tooltip, press)
+        self._bar.children = [*buttons, button, state]
+        return button
 
     def start(self) -> None:
         """Starts a run with the chosen values; resumes a paused one."""

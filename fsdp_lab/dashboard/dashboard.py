@@ -1,4 +1,7 @@
-"""`Dashboard`: controls and safety above, live cards below, slow motion at the end, and the thread that updates them."""
+"""`Dashboard`: a bar with the main controls, the live plots, tabs with the rest, and the thread that updates them.
+
+The tabs are chosen in the page: `live.js` shows the cards and the forms of one, so that the kernel need not answer.
+"""
 
 import contextlib
 import logging
@@ -9,13 +12,13 @@ import ipywidgets as widgets
 
 from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.formatting import plural
-from fsdp_lab.dashboard.board import Board, ComparisonCard
+from fsdp_lab.dashboard.board import Board, ComparisonCard, difference_line
 from fsdp_lab.dashboard.controls import Controls
 from fsdp_lab.dashboard.feed import Feed
-from fsdp_lab.dashboard.forms import InputForm, answer_while_busy, close_all, display_widget, error_text, styled
+from fsdp_lab.dashboard.forms import InputForm, answer_while_busy, close_all, display_widget, error_text, put, styled
 from fsdp_lab.dashboard.lab_like import LabLike
 from fsdp_lab.dashboard.live import LiveView
-from fsdp_lab.dashboard.opened_forms import DiagnosisBox, SweepForm, WritingForm
+from fsdp_lab.dashboard.opened_forms import DiagnosisBox, RunsForm, SweepForm, WritingForm
 from fsdp_lab.dashboard.safety import SafetyBox
 from fsdp_lab.dashboard.slow_motion import SlowMotionBox
 from fsdp_lab.runs import Comparison, WatchedRun
@@ -41,21 +44,28 @@ class Dashboard:
         self.lab = lab
         self._live = LiveView()
         self._board = Board(lab)
-        self._sweep_form = SweepForm(lab, self._wanted)
         self._safety = SafetyBox(lab, begin=lambda start: self._controls.begin(start))
+        self._controls = Controls(lab, [self._safety.recovery], self._safety.options)
+        self._sweep_form = SweepForm(lab, self._wanted)
         self._writing = WritingForm(lab)
-        self._controls = Controls(lab, [self._sweep_form.widget, self._writing.widget], self._safety.options)
-        keep = "Keep this run's curves and figures to compare other runs with"
-        self._controls.add_button("Pin", "thumb-tack", keep, self.pin)
-        side_by_side = "Train several strategies side by side"
-        self._controls.add_button("Compare…", "columns", side_by_side, self._sweep_form.toggle)
-        self._controls.add_button("Write…", "pencil", "Have the model continue a text", self._writing.toggle)
+        self._runs = RunsForm(lab, self._wanted, self._board)
+        keep = "Keep this run as it is now: what you change next is compared with it"
+        self._keep_button = self._controls.add_button("Keep as A", "thumb-tack", keep, self._keep)
         self._feed = Feed(lab, self._live, self._board, ComparisonCard(self._press), self._wanted)
         self._slow = SlowMotionBox(lab, wanted=self._controls.slow_motion_spec)
         self.diagnosis = DiagnosisBox(choose=self._controls.accept)
-        shown = [self._controls.widget, self._safety.widget, self.diagnosis.widget, self._live, self._slow.widget]
+        in_tabs = {
+            "compare": self._sweep_form.widget,
+            "runs": self._runs.widget,
+            "settings": self._controls.settings,
+            "safety": self._safety.widget,
+            "slow": self._slow.widget,
+            "generate": self._writing.widget,
+        }
+        tabbed = [styled(widget, "fsdp-tab", f"fsdp-tab-{name}") for name, widget in in_tabs.items()]
+        shown = [self._controls.widget, self.diagnosis.widget, self._live, *tabbed]
         self.widget = styled(widgets.VBox(shown), "fsdp-lab")  # to be put into a layout of your own
-        below = (self._writing, self._safety, self._slow, self.diagnosis)
+        below = (self._writing, self._runs, self._safety, self._slow, self.diagnosis)
         self._forms: tuple[InputForm, ...] = (self._controls, self._sweep_form, *below)
         answer_while_busy([self._live, *(widget for form in self._forms for widget in form.inputs)])
         self._halt = threading.Event()
@@ -81,6 +91,9 @@ class Dashboard:
         Raises ArgumentError: there is nothing to pin, or eight are pinned already.
         """
         return self._board.pin(run)
+
+    def _keep(self) -> None:
+        self._board.choose_baseline(self.pin())
 
     def unpin(self, label: str) -> None:
         """Removes a pin, or a row of a sweep that is over. Raises ArgumentError: there is none of this label."""
@@ -132,6 +145,9 @@ class Dashboard:
                 self._controls.tick(run, events)
                 self._sweep_form.tick()
                 self._writing.tick()
+                self._runs.tick(self._feed.run)
+                self._controls.tell_difference(difference_line(self._board.shown))
+                put(self._keep_button, "description", f"Keep as {self._board.next_letter}".strip())
                 self._safety.tick(run)
                 self.diagnosis.tick(self._feed.run)
                 self._slow.tick()

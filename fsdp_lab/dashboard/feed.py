@@ -29,6 +29,17 @@ from fsdp_lab.spec.describe import describe_changes, describe_field, describe_st
 from fsdp_lab.spec.loops import Trained, WatchedLoop
 from fsdp_lab.spec.spec import Spec
 
+TABS = {
+    "loss": "Loss",
+    "timeline": "Timeline",
+    "ledger": "Memory in a step",
+    "compare": "Compare",
+    "runs": "Runs",
+    "settings": "Settings",
+    "safety": "Safety",
+    "slow": "Slow motion",
+    "generate": "Generate",
+}
 RETRY_S = 3.0  # after which a missing time is predicted again, because the lab may have been calibrated
 
 log = logging.getLogger(__name__)
@@ -217,7 +228,7 @@ class Feed:
         stage.overlay(self._board.overlays())
         shared: dict[str, Any] = {"shared_sources": stage.frame.sources, "shared_patches": stage.frame.patches}
         texts: dict[str, Any] = {"headline": self._headline, "caution": self._caution}
-        scene = Scene(cards=[self._card, *stage.panels], ranks=stage.world_size, **shared, **texts)
+        scene = Scene(cards=[*stage.panels, self._card], tabs=TABS, ranks=stage.world_size, **shared, **texts)
         (self._live.swap if swap else self._live.show)(scene)
 
     def _caution(self) -> str:

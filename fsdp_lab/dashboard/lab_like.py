@@ -4,12 +4,15 @@ It is a protocol because `fsdp_lab.lab` itself makes dashboards, and so cannot b
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from fsdp_lab.cluster.membership import RankStatus
 from fsdp_lab.planner.plan import Plan
-from fsdp_lab.runs import Run, SlowMotion, Sweep, WatchedRun
+from fsdp_lab.runs import Refusal, Run, SlowMotion, Sweep, WatchedRun
+from fsdp_lab.runs.history import RunList
 from fsdp_lab.runs.run import Drill
+from fsdp_lab.runs.view import RunView
 from fsdp_lab.spec.checkpoint_format import Checkpoint
 from fsdp_lab.spec.spec import Spec
 
@@ -36,6 +39,8 @@ class LabLike(Protocol):
     @property
     def lost(self) -> Mapping[int, Any]: ...
     def rank_status(self) -> Sequence[RankStatus]: ...
+    def runs(self, **filters: Any) -> RunList: ...
+    def report(self, path: None = None, runs: Sequence[RunView | Refusal] = ()) -> Path: ...
     def run(self, spec: Spec | None = None, **options: Any) -> Run: ...
     def resume(self, checkpoint: str, **options: Any) -> Run: ...
     def recover(self, ranks: str | None = None) -> Run: ...

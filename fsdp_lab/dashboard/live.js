@@ -9,6 +9,10 @@ const SILENT_AFTER_MS = 15000;
 const DRAW_AGAIN_MS = 1000; // after a failure; doubled each time until one is painted
 const HIDDEN_FRAME_MS = 1000; // a hidden tab paints no frames; acknowledge all the same
 
+const COPIED_MS = 1500;
+const TAB_KEY = "fsdp-lab-tab"; // of the browser's storage
+const OWN_TAB = "Show the dashboard in a tab of its own, beside the notebook";
+
 const DEATHS = ["comm_live_update", "comm:close"]; // the widget manager's: the kernel restarted, the comm was closed
 
 const GONE = "The kernel is gone. Run the cell again."; // as in live.css
@@ -289,6 +293,103 @@ class FigureTable {
   }
 }
 
+/** Tabs of cards, which say theirs, and of the kernel's forms, which `live.css` shows where `root` names theirs. The choice is
+    kept in this browser. */
+class Tabs {
+  constructor(tabs, cards, root) {
+    this.cards = cards;
+    this.shown = root;
+    root.onclick = (event) => event.target.classList.contains("fsdp-copy") && copyBeside(event.target);
+    this.root = element("div", "fsdp-tabs");
+    this.root.dataset.lmSuppressShortcuts = "true"; // arrows are not for the notebook
+    this.list = element("div", "fsdp-tablist");
+    this.list.setAttribute("role", "tablist");
+    this.root.append(this.list);
+    for (const { name, title } of tabs) {
+      const tab = element("button", "fsdp-tab-button", title);
+      tab.type = "button";
+      tab.dataset.tab = name;
+      tab.setAttribute("role", "tab");
+      tab.addEventListener("click", () => this.open(name));
+      this.list.append(tab);
+    }
+    this.list.addEventListener("keydown", (event) => this.move(event));
+    let kept = null;
+    try {
+      kept = localStorage.getItem(TAB_KEY);
+    } catch {} // this page may keep nothing
+    this.choose(tabs.some(({ name }) => name === kept) ? kept : tabs[0].name);
+  }
+
+  open(name) {
+    this.choose(name);
+    const form = this.shown.querySelector(`.fsdp-tab-${name}, .fsdp-below > :not(.fsdp-away)`);
+    form?.scrollIntoView({ block: "nearest" });
+  }
+
+  choose(name) {
+    this.shown.dataset.tab = name;
+    for (const card of this.cards.children) card.classList.toggle("fsdp-away", card.dataset.tab !== name);
+    for (const tab of this.list.children) {
+      tab.setAttribute("aria-selected", String(tab.dataset.tab === name));
+      tab.tabIndex = tab.dataset.tab === name ? 0 : -1;
+    }
+    try {
+      localStorage.setItem(TAB_KEY, name);
+    } catch {}
+  }
+
+  move(event) {
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!by) return;
+    const tabs = [...this.list.children];
+    const next = tabs[(tabs.indexOf(document.activeElement) + by + tabs.length) % tabs.length];
+    this.choose(next.dataset.tab);
+    next.focus();
+  }
+
+  addButton(text, title, press) {
+    const button = element("button", "fsdp-press fsdp-own-tab", text);
+    button.type = "button";
+    button.title = title;
+    button.addEventListener("click", press);
+    this.root.append(button);
+  }
+}
+
+/** JupyterLab shows a cell's output in a tab of its own; the one door to that for a widget is the cell's context menu. */
+function canOpenOwnTab(root) {
+  return Boolean(root.closest(".jp-Notebook") && root.closest(".jp-OutputArea"));
+}
+
+async function openOwnTab(root) {
+  const at = root.getBoundingClientRect();
+  const mouse = { bubbles: true, cancelable: true, clientX: at.left + 4, clientY: Math.max(at.top + 4, 4) };
+  root.dispatchEvent(new MouseEvent("mousedown", mouse)); // the command is for the cell that is active
+  root.dispatchEvent(new MouseEvent("contextmenu", mouse));
+  for (let left = 50; left > 0; left--) {
+    const item = document.querySelector(".lm-Menu [data-command='notebook:create-output-view']");
+    const box = item?.getBoundingClientRect();
+    if (box?.height) {
+      const over = { ...mouse, clientX: box.left + 4, clientY: box.top + 4 };
+      for (const kind of ["mousemove", "mousedown", "mouseup"]) item.dispatchEvent(new MouseEvent(kind, over));
+      return;
+    }
+    await new Promise((resolve) => setTimeout(resolve, 20));
+  }
+}
+
+/** Copies the code beside a button of a form. A page without a secure origin has no clipboard but its selection. */
+function copyBeside(button) {
+  const code = button.parentElement.querySelector("code");
+  const range = document.createRange();
+  range.selectNodeContents(code);
+  getSelection().removeAllRanges();
+  getSelection().addRange(range);
+  if (document.execCommand("copy")) button.textContent = "Copied";
+  setTimeout(() => (button.textContent = "Copy as code"), COPIED_MS);
+}
+
 /** Which step a card shows: one before, one after, a number, held or not. `ask(step, by)` tells the kernel. */
 class PinBar {
   constructor(title, ask) {
@@ -483,12 +584,13 @@ class View {
   buildCards(layout) {
     const headline = element("div", "fsdp-headline");
     const ranks = element("div", "fsdp-ranks");
-    const top = element("div", "fsdp-top");
+    const top = (this.top = element("div", "fsdp-top"));
     top.append(headline, ranks);
     for (const rank of layout.ranks) ranks.append(legendEntry(rank));
     if (layout.rank_count && !layout.ranks.length) ranks.append(element("span", "", `${layout.rank_count} ranks, drawn as mean and band`));
     const caution = element("p", "fsdp-note fsdp-caution");
-    const grid = element("div", "fsdp-grid");
+    const grid = element("div", layout.tabs.length ? "fsdp-grid fsdp-overview" : "fsdp-grid");
+    const below = element("div", "fsdp-grid fsdp-below");
     this.words = new Map([["", { reading: headline, note: caution }]]);
     const cards = new Map();
     this.cardOf = new Map(); // source -> its card
@@ -496,10 +598,14 @@ class View {
     for (const card of layout.cards) {
       const section = element("section", `fsdp-card fsdp-card-${card.name}${card.wide ? " fsdp-wide" : ""}`);
       section.dataset.card = card.name;
+      section.dataset.tab = card.tab;
       const head = element("header");
       const reading = element("span", "fsdp-reading");
       const pin = new PinBar(card.title, (step, by) => this.tell("pin", { card: card.name, step, by }));
-      head.append(element("h3", "", card.title), reading, pin.root);
+      const info = element("span", "fsdp-info", "i");
+      info.tabIndex = 0;
+      info.setAttribute("role", "note");
+      head.append(element("h3", "", card.title), reading, info, pin.root);
       const legend = element("div", "fsdp-legend");
       const plot = element("div", "fsdp-plot");
       plot.title = "";
@@ -507,16 +613,30 @@ class View {
       const note = element("p", "fsdp-note");
       section.append(head, legend, plot, note);
       section.setAttribute("aria-label", card.title);
-      grid.append(section);
+      (layout.tabs.length && card.tab ? below : grid).append(section);
       plots.set(card.name, plot);
       const shown = { section, seen: true, waiting: new Map() };
       cards.set(card.name, shown);
       for (const source of card.sources) this.cardOf.set(source, shown);
-      this.words.set(card.name, { section, reading, legend, note, plot, pin });
+      this.words.set(card.name, { section, reading, legend, note, info, plot, pin });
     }
-    this.body.append(top, caution, grid);
+    this.body.append(top, grid, caution);
+    if (layout.tabs.length) {
+      const tabs = new Tabs(layout.tabs, below, this.root.closest(".fsdp-lab") ?? this.root);
+      this.body.append(tabs.root, below);
+      if (canOpenOwnTab(this.root)) tabs.addButton("Own tab", OWN_TAB, () => openOwnTab(this.root));
+    } else {
+      this.body.prepend(top, caution);
+    }
+    this.placeTop();
     this.watchCards(cards);
     return plots;
+  }
+
+  /** The first line stands in the bar of the controls, which stays on the screen, where there is one. */
+  placeTop() {
+    const place = this.root.closest(".fsdp-lab")?.querySelector(".fsdp-headline-place .widget-html-content");
+    if (place && this.top && this.root.querySelector(".fsdp-below") && this.top.parentNode !== place) place.replaceChildren(this.top);
   }
 
   // A tick: what is new.
@@ -649,11 +769,15 @@ class View {
   }
 
   caption(captions) {
+    this.placeTop();
     for (const [name, words] of Object.entries(captions)) {
       const at = this.words.get(name);
       if (!at) continue;
-      if ("reading" in words) at.reading.textContent = words.reading;
-      if ("note" in words) at.note.textContent = words.note;
+      if ("reading" in words) at.reading.textContent = at.reading.title = words.reading;
+      if ("note" in words) {
+        at.note.textContent = words.note;
+        if (at.info) at.info.ariaLabel = words.note, at.info.hidden = !words.note;
+      }
       if (words.pin) at.pin.show(words.pin);
       if ("hidden" in words) at.section.hidden = words.hidden;
       if (words.table?.length) {

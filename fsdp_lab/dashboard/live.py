@@ -44,6 +44,7 @@ class Scene:
     cards: Sequence[BaseCard]
     shared_sources: Sequence[Columns] = ()
     shared_patches: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
+    tabs: Mapping[str, str] = field(default_factory=dict)  # name -> title; empty: all cards are shown below each other
     headline: Callable[[], str] = str
     caution: Callable[[], str] = str  # how far to trust the times, once for all cards
     ranks: int = 0
@@ -75,16 +76,24 @@ class Scene:
         """All that the page needs before any data: the Bokeh document, the cards, the legend of ranks."""
         document = Document()
         drawn = {card.name: card.root for card in self.cards if card.root is not None}
+        for card in self.cards if self.tabs else ():
+            if card.root is not None and not card.tab:  # the page gives it its height
+                for model in (card.root, *getattr(card.root, "children", ())):
+                    model.sizing_mode = "stretch_both"
         for root in drawn.values():
             document.add_root(root)
         written = json.dumps(document.to_json(deferred=False))
         document.clear()  # another scene may have the same panels
-        cards = [(c, [s.name for s in c.sources]) for c in self.cards]
+        cards = [
+            {"name": c.name, "title": c.title, "wide": c.wide, "tab": c.tab, "sources": [s.name for s in c.sources]}
+            for c in self.cards
+        ]
         named = range(self.ranks if self.ranks <= theme.MOST_LINES else 0)
         return {
             "document": written,
             "roots": {name: root.id for name, root in drawn.items()},
-            "cards": [{"name": c.name, "title": c.title, "wide": c.wide, "sources": names} for c, names in cards],
+            "cards": cards,
+            "tabs": [{"name": name, "title": title} for name, title in self.tabs.items()],
             "ranks": [{"label": f"rank {r}", "color": theme.rank_color(r)} for r in named],
             "rank_count": self.ranks,
         }

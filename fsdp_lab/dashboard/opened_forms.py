@@ -15,6 +15,7 @@ import ipywidgets as widgets
 from fsdp_lab.base.errors import ArgumentError, SpecError
 from fsdp_lab.base.formatting import duration
 from fsdp_lab.base.generation import Sampling
+from fsdp_lab.dashboard.board import Board
 from fsdp_lab.dashboard.forms import HIDDEN, InputForm, prose, put, styled
 from fsdp_lab.dashboard.lab_like import LabLike, active_loop, active_run, active_sweep
 from fsdp_lab.runs import Refusal, Run, RunState, Sweep, WatchedRun
@@ -22,8 +23,15 @@ from fsdp_lab.runs.comparison import labels_by
 from fsdp_lab.runs.diagnosis import Diagnosis
 from fsdp_lab.runs.history import StoredRun
 from fsdp_lab.runs.sweep import ROUNDS, combine
-from fsdp_lab.runs.view import RunView
-from fsdp_lab.spec.describe import describe_field, describe_fields, describe_strategy, field_title, flat_fields
+from fsdp_lab.runs.view import RunQueries, RunView
+from fsdp_lab.spec.describe import (
+    describe_field,
+    describe_fields,
+    describe_strategy,
+    describe_value,
+    field_title,
+    flat_fields,
+)
 from fsdp_lab.spec.spec import FIELDS, Spec
 
 COMBINED: Mapping[str, Sequence[Any]] = {
@@ -194,17 +202,17 @@ def _progress(sweep: Sweep) -> str:
 
 class RunsForm(InputForm):
     """The run's name and note, its settings as code, a report of what is compared, and the stored runs of other days, which
-    `pin` brings into the comparison."""
+    it brings into the comparison."""
 
     css = "fsdp-sweep"
 
-    def __init__(self, lab: LabLike, wanted: Callable[[], Spec], pin: Callable[[RunView], str]) -> None:
+    def __init__(self, lab: LabLike, wanted: Callable[[], Spec], board: Board) -> None:
         super().__init__()
-        self._lab, self._wanted, self._pin = lab, wanted, pin
+        self._lab, self._wanted, self._board = lab, wanted, board
         self._run: Run | WatchedRun | None = None
         self._stored: Mapping[str, RunView] = {}
-        self._name = self._text("name", "baseline", "Names this run in lists, comparisons and reports", Run.rename)
-        self._note = self._text("note", "what is tried here", "A note that is stored with this run", Run.annotate)
+        self._name = self._text("name", "baseline", "Names this run in lists, comparisons and reports", RunQueries.rename)
+        self._note = self._text("note", "what is tried here", "A note that is stored with this run", RunQueries.annotate)
         report = self.button("Save report", "file-text-o", "Write what is compared to one HTML file", self.report)
         show = "Bring the marked runs into the comparison, where their curves and figures are beside this run's"
         self._compare = self.button("Compare marked", "columns", show, self.compare)
@@ -213,9 +221,9 @@ class RunsForm(InputForm):
         self._code = styled(widgets.HTML(), "fsdp-code")
         self.message = styled(widgets.HTML(), "fsdp-sweep-said")
         lines = [
-            row([self._name, self._note, report]),
+            styled(widgets.Box([self._name, self._note, report]), "fsdp-sweep-row"),
             self._code,
-            row([refresh, self._compare]),
+            styled(widgets.Box([refresh, self._compare]), "fsdp-sweep-row"),
             styled(self._list, "fsdp-stored"),
             self.message,
         ]
@@ -236,7 +244,8 @@ class RunsForm(InputForm):
     def report(self) -> None:
         """Writes a report of the comparison, or of the run. Raises ArgumentError: there is nothing to report."""
         self.say("The report is being written.")
-        self.ask_lab(lambda: self.say(f"The report is in `{self._lab.report()}`."))
+        compared = [entry.source for entry in self._board.shown.entries]
+        self.ask_lab(lambda: self.say(f"The report is in `{self._lab.report(runs=compared)}`."))
 
     def list_stored(self) -> None:
         """Lists the newest stored runs."""
@@ -248,7 +257,7 @@ class RunsForm(InputForm):
         """Pins the marked runs. Raises ArgumentError: none is marked, or too many are pinned."""
         if not (marked := self._list.value):
             raise ArgumentError("compare", "no stored run is marked", "list the stored runs, and mark one or more")
-        letters = [self._pin(self._stored[line]) for line in marked]
+        letters = [self._board.pin(self._stored[line]) for line in marked]
         self.say(f"In the comparison as {', '.join(letters)}.")
 
     def tick(self, run: Run | WatchedRun | None) -> None:
@@ -273,7 +282,7 @@ def _stored_line(run: StoredRun) -> str:
     except SpecError:
         what = "a Spec of another version"
     named = [run.name] if run.name else []
-    model = describe_field("model", run.flat_fields.get("model", "own loop"))
+    model = describe_value("model", run.flat_fields.get("model", "own loop"))
     return " · ".join([*named, model, what, run.when, f"{run.step:,} steps", run.id])
 
 

@@ -1,6 +1,6 @@
-"""The card of what protects a run: checkpoints, evaluation, recovery, incidents, and drills, which test the recovery.
+"""The forms of what protects a run: checkpoints, evaluation, recovery, incidents, and drills, which test the recovery.
 
-One line of it is always visible: what is chosen, or what has failed, with the buttons to recover. The rest is folded.
+`SafetyBox.recovery` is for a place that is always seen: what has failed, with the buttons to recover.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ import ipywidgets as widgets
 from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.formatting import duration, plural, size
 from fsdp_lab.cluster import ClusterError
-from fsdp_lab.dashboard.forms import HIDDEN, InputForm, error_text, prose, put, section, status, styled, unfold
+from fsdp_lab.dashboard.forms import HIDDEN, InputForm, error_text, prose, put, section, status, styled
 from fsdp_lab.dashboard.lab_like import LabLike, active_run
 from fsdp_lab.runs import EvalConfig, Incident, RecoveryPolicy, Run, RunState, WatchedRun
 from fsdp_lab.runs.run import Drill
@@ -37,7 +37,7 @@ UNFINISHED = {
     "recovering": "The run is being recovered.",
     "stopping": "The run is given up.",
 }
-SAID = "Why is said above. Recover it, or press Start."
+SAID = "Recover it, or press Start."
 LASTING = "slow"  # the only drill whose effect lasts until it is ended
 
 Begin = Callable[[Callable[[Mapping[str, Any]], Run]], None]
@@ -73,24 +73,19 @@ class SafetyBox(InputForm):
         self._ranks = self.dropdown("resume on", RESUME_ON, "same", LATER)
         self._drill = DrillForm(lab)
         self._forms = (self._saving, self._evaluation, self._drill)
-        head = styled(widgets.HTML("<h4>Safety</h4>"), "fsdp-slow-head")
-        folded = "Checkpoints, evaluation, recovery, incidents, drills"
-        self._fold = self.button("Show", "angle-down", folded, self.toggle)
-        self._fold.add_class("fsdp-fold")
-        self.message = styled(widgets.HTML(), "fsdp-state-line")
+        self.message, self._summary = styled(widgets.HTML(), "fsdp-notice-text"), text_line("fsdp-soft")
         same = "Replace the lost ranks and resume"
         fewer = "Resume on the ranks that remain, with the same global batch where it divides"
         self._same = self.button("Recover", "medkit", same, lambda: lab.recover("same"))
         self._fewer = self.button("Resume on fewer ranks", "minus-circle", fewer, lambda: lab.recover("fewer"))
         self._same.button_style = "primary"
-        bar = styled(widgets.Box([head, self._fold, self.message, self._same, self._fewer]), "fsdp-bar")
+        self.recovery = styled(widgets.Box([self.message, self._same, self._fewer]), "fsdp-notice")
         recovery = section("Recovery", [row([field(self._how), field(self._ranks)])])
         beside = widgets.VBox([self._evaluation.widget, recovery, self._drill.widget])
         forms = styled(widgets.Box([self._saving.widget, beside]), "fsdp-safety-forms")
         self._incidents = text_line("fsdp-incidents")
-        parts = [forms, section("Incidents", [self._incidents])]
-        self._body = styled(widgets.VBox(parts, layout=widgets.Layout(display=HIDDEN)), "fsdp-safety-body")
-        self.widget = styled(widgets.VBox([bar, self._body]), "fsdp-safety")
+        parts = [self._summary, forms, section("Incidents", [self._incidents])]
+        self.widget = styled(widgets.VBox(parts), "fsdp-safety")
         self.inputs += [widget for form in self._forms for widget in form.inputs]
         self.tick(None)
 
@@ -98,9 +93,6 @@ class SafetyBox(InputForm):
         """Returns how the next run is saved, evaluated and recovered. Raises FieldError, which the card shows as well."""
         recover = RecoveryPolicy(how=self._how.value, ranks=self._ranks.value)
         return {"save": self._saving.config(), "recover": recover, "evaluate": self._evaluation.config()}
-
-    def toggle(self) -> None:
-        unfold(self._body, self._fold, self._body.layout.display == HIDDEN)
 
     def say(self, text: str, *, wrong: bool = False) -> None:
         """Shows why a run could not be recovered."""
@@ -116,22 +108,17 @@ class SafetyBox(InputForm):
         waits = run is not None and run is self._lab.current and can_recover(run)
         self._complaint = self._complaint if waits else ""
         for button, visible in ((self._same, waits), (self._fewer, waits and len(self._lab.lost) > 0)):
-            put(button.layout, "visibility", "visible" if visible else "hidden")  # the layout stays as it is
-        if run is None or not (run.state is RunState.RECOVERING or can_recover(run)):
-            count = plural(len(incidents), "incident") if incidents else "no incident"
-            recovery = f"recovery: {'automatic' if self._how.value == 'auto' else self._how.value}"
-            parts = (self._saving.summary, self._evaluation.summary, recovery, count)
-            put(self.message, "value", status(" · ".join(filter(None, parts))))
-            return
-        state = run.state.value
-        badge = f'<span class="fsdp-state fsdp-state-{state}">{state}</span> '
-        reason = f'<span role="status">{prose(SAID if run.state is RunState.FAILED else run.reason)}</span>'
-        put(self.message, "value", badge + (status(self._complaint, wrong=True) or reason))
-
-    def retire(self) -> None:
-        """Disables all but the fold: what is in the card can still be read."""
-        super().retire()
-        self._fold.disabled = False
+            put(button.layout, "display", "" if visible else HIDDEN)
+        count = plural(len(incidents), "incident") if incidents else "no incident"
+        recovery = f"recovery: {'automatic' if self._how.value == 'auto' else self._how.value}"
+        parts = (self._saving.summary, self._evaluation.summary, recovery, count)
+        put(self._summary, "value", status(" · ".join(filter(None, parts))))
+        broken = run is not None and (run.state is RunState.RECOVERING or can_recover(run))
+        put(self.recovery.layout, "display", "" if broken else HIDDEN)
+        if run is not None and broken:
+            reason = SAID if run.state is RunState.FAILED else run.reason
+            cost = f"{back_to(run)} " * waits
+            put(self.message, "value", status(self._complaint, wrong=True) or status(f"{reason} {cost}".strip()))
 
 
 class SavingForm(InputForm):
@@ -256,6 +243,14 @@ def can_recover(run: Run) -> bool:
     return run.state is RunState.BROKEN or failed
 
 
+def back_to(run: Run) -> str:
+    """What a recovery costs: from which step training resumes, and how many steps are trained again."""
+    saved = next((s.step for s in reversed(run.saves) if s.path is not None), None)
+    again = run.step - (saved or 0)
+    begins = "There is no checkpoint: it begins at step 0" if saved is None else f"It resumes from step {saved:,}"
+    return f"{begins}, and trains {plural(again, 'step')} again."
+
+
 class DrillForm(InputForm):
     """Injects a fault: which one, and on which rank."""
 
@@ -270,6 +265,7 @@ class DrillForm(InputForm):
         self._slowdown: Drill | None = None
         self._unanswered: Drill | None = None  # the newest, until the ranks have refused it
         self._what, self.message = text_line("fsdp-drill-what"), text_line("fsdp-safety-said")
+        self._run: Run | None = None  # that the message is about
         self._kind.observe(lambda _: self._explain(), "value")
         entries = row([field(self._kind), field(self._rank), self._inject, self._restore])
         self.widget = section("Drill", [entries, self._what, self.message])
@@ -291,6 +287,9 @@ class DrillForm(InputForm):
 
     def tick(self, run: Run | None) -> None:
         """A drill needs a run that trains."""
+        if run is not self._run:
+            self._run = run
+            self.say("")
         ranks = len(self._lab.devices) or 1 if run is None else run.spec.world_size  # while ranks move there are none
         if self._rank.value >= ranks:
             put(self._rank, "value", ranks - 1)

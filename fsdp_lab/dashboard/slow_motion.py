@@ -26,7 +26,7 @@ which ranges of which parameters every rank holds at each of these phases. It is
 before each phase until you let them go on.</p>
 <p>Press <b>Next</b> for the first phase, or <b>Play</b>. A run that is going is stopped for it and keeps its parameters.
 The backend must be <b>lab</b>, our own engine. In a cell: <code>for moment in lab.slow_motion(): ...</code></p>"""
-RUN_STOPPED = "The run was stopped for this and keeps its parameters: Continue, at the top, goes on with them."
+RUN_STOPPED = "The run was stopped for this and keeps its parameters: Continue, in the bar, goes on with them."
 
 
 class SlowMotionBox(InputForm):

@@ -10,7 +10,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -519,6 +519,12 @@ class FakeLab:
                                clear=lambda spec: self._make_room("a comparison was started", None, slow),
                                suspended=run)  # fmt: skip
         return self.sweep
+
+    def runs(self, **filters: Any) -> list[Any]:
+        return []
+
+    def report(self, path: None = None, runs: Sequence[Any] = ()) -> Path:
+        return Path(f"report-of-{len(runs)}.html")
 
     def plan(self, spec: Spec) -> Any:
         raise ArgumentError("hardware", "this machine is not calibrated", "call lab.calibrate()")

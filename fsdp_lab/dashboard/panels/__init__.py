@@ -15,10 +15,10 @@ __all__ = ["PANELS", "Captions", "Key", "Panel", "StepAxis", "TimelinePanel"]
 PANELS: tuple[Callable[[StepAxis, int], Panel], ...] = (
     MemoryPanel,
     CommunicationPanel,
-    TimelinePanel,
     TflopsPanel,
     ThroughputPanel,
     LossPanel,
     CompletionsPanel,
+    TimelinePanel,
     LedgerPanel,
 )

@@ -173,6 +173,7 @@ class BaseCard:
     name: str  # unique among the cards shown together; the names of its sources and models begin with it
     title: str
     wide = False  # whether it takes the whole width of a narrow notebook
+    tab = ""  # of the dashboard, in which it is shown; "": it is always in sight
     sources: Sequence[Columns] = ()
     root: UIElement | None = None  # its Bokeh data sources carry the names of `sources`
 

@@ -79,6 +79,7 @@ class LossPanel(CurvePanel):
 
     name = measure = "loss"
     title = "Loss"
+    tab = "loss"
     texts = ("evaluation", "rate")
 
     def __init__(self, frame: StepAxis, world_size: int) -> None:
@@ -315,6 +316,7 @@ class CompletionsPanel(Panel):
 
     name = "completions"
     title = "What it writes"
+    tab = "loss"
     wide = True
 
     def __init__(self, frame: StepAxis, world_size: int) -> None:

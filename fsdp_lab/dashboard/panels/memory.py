@@ -342,6 +342,7 @@ class LedgerPanel(Panel):
 
     name = "ledger"
     title = "Memory within a step"
+    tab = "ledger"
     wide = True
 
     def __init__(self, frame: StepAxis, world_size: int) -> None:

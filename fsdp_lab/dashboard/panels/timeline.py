@@ -50,6 +50,7 @@ class TimelinePanel(Panel):
 
     name = "timeline"
     title = "Step timeline"
+    tab = "timeline"
     wide = True
 
     def __init__(self, frame: StepAxis, world_size: int, *, clock: Callable[[], float] = time.monotonic) -> None:
