@@ -60,9 +60,6 @@ class InputForm:
     def say(self, text: str, *, wrong: bool = False) -> None:
         put(self.message, "value", status(text, wrong=wrong))
 
-    def toggle(self) -> None:
-        put(self.widget.layout, "display", "" if self.widget.layout.display == HIDDEN else HIDDEN)
-
     def retire(self) -> None:
         """Disables all inputs, because the lab is closed."""
         for widget in self.inputs:

@@ -93,7 +93,7 @@ class SweepForm(InputForm):
         self._lab, self._wanted = lab, wanted
         self._lock = threading.RLock()
         self._follows, self._updating = True, False  # the chips show the wanted Spec's values; are being set to them
-        self._counted: object = None  # the Spec and the lists that were counted
+        self._counted: object = None  # what was counted
         self._started: Sweep | None = None
         self._chips: dict[str, list[widgets.ToggleButton]] = {name: [] for name in COMBINED}
         for name, value in ((name, value) for name, values in COMBINED.items() for value in values):
@@ -161,9 +161,10 @@ class SweepForm(InputForm):
                     for value, chip in zip(COMBINED[name], chips, strict=True):
                         put(chip, "value", value == now[name])
                 self._updating = False
-            if (wanted := (base, self.lists(base))) != self._counted:
-                self._counted = wanted
-                self._count(*wanted)
+            counted = (base, self.lists(base), active_run(self._lab) is not None)
+            if counted != self._counted:
+                self._counted = counted
+                self._count(*counted)
             if sweep is not None:
                 put(self._progress, "value", _progress(sweep))
             elif last is not None and last.error is not None:
@@ -172,14 +173,14 @@ class SweepForm(InputForm):
             put(self._choices.layout, "display", "" if sweep is None else HIDDEN)
             put(self._running.layout, "display", "" if sweep is not None else HIDDEN)
 
-    def _count(self, base: Spec, lists: Mapping[str, Sequence[Any]]) -> None:
-        """Counts the combinations; says how many can run, and why the others cannot."""
+    def _count(self, base: Spec, lists: Mapping[str, Sequence[Any]], active: bool) -> None:
+        """Counts the combinations; says how many can run, and why the others cannot. `active`: a run goes on."""
         combined = list(combine(base, lists, lambda spec, changes: spec.replace(**changes)))
         refused = [one for one in combined if isinstance(one, Refusal)]
         valid = len(combined) - len(refused)
         self._start.disabled = not valid
         cannot = f", {len(refused)} cannot" if refused else ""
-        goes_on = " A run that goes on is suspended meanwhile." * (active_run(self._lab) is not None)
+        goes_on = " A run that goes on is suspended meanwhile." * active
         total = f"<b>{len(combined)} combination{'s' * (len(combined) != 1)}</b>: {valid} can run{cannot}."
         # Each reason once, with the combinations that it applies to.
         fields = [name for name, values in lists.items() if len(values) > 1] or ["backend", "sharding"]

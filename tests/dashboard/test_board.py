@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.dashboard import Dashboard
-from fsdp_lab.dashboard.board import LIVE, Pinned
+from fsdp_lab.dashboard.board import LIVE, Pinned, difference_line, table
 from fsdp_lab.dashboard.panels.axis import CURVE
 from fsdp_lab.runs import Comparison, RunState
 from fsdp_lab.runs.history import History
@@ -68,6 +69,27 @@ def test_a_long_run_keeps_its_beginning_and_its_end_as_a_curve_that_is_smooth():
     assert len(pinned.events) == 2000 and len(steps) == 2001 and math.isnan(steps[1000])
     assert steps[999] == 999 and steps[1001] == 1600 and steps[-1] == 2599
     assert math.isnan(rates[0]) and np.ptp(rates[3:]) < 0.3 * rates[3:].mean()
+
+
+def test_the_difference_to_what_is_kept_is_said_in_a_line(show):
+    """And not before there are steps enough."""
+    base, after = Spec(), Spec().replace(precision="bf16")
+    show.board.pin(run_of(base, 40, "past"))
+    assert difference_line(show.board.tick()) == (
+        "A is kept: lab full_shard fp32. Change one thing: the difference is shown here.")  # fmt: skip
+    show.board.pin(run_of(after, 8, "few"))
+    show.board.refresh()
+    assert difference_line(show.board.shown) == "A → bf16: 7 of 10 steps, too few to compare"
+    assert table(show.board.shown.comparison, show.board.shown.entries)[2][4].title == "too few steps: 10 are needed"
+    show.board.unpin("B")
+    show.board.pin(run_of(after, 40, "enough"))
+    show.board.refresh()
+    said = difference_line(show.board.shown)
+    assert re.match(r"A → bf16: time (≈ )?×[\d.]+ \([\d.]+ to [\d.]+\)(, not told apart)? · peak memory ×", said), said
+    show.board.unpin("A")
+    show.board.unpin("B")
+    show.board.refresh()
+    assert difference_line(show.board.shown) == ""
 
 
 # -- pins ------------------------------------------------------------------------------------------------------------
@@ -214,7 +236,7 @@ def test_a_sweep_keeps_its_pictures_and_shows_whose_turn_it_is(show, monkeypatch
 def test_controls_rest_while_a_comparison_suspends_a_run_that_goes_on_afterwards(dashboard):
     lab, form = dashboard.lab, dashboard._sweep_form
     run = lab.run()
-    form.toggle()
+    form.tick()
     assert "A run that goes on is suspended meanwhile." in form.message.value
     form._steps.value = 400
     form.start()
@@ -228,3 +250,30 @@ def test_controls_rest_while_a_comparison_suspends_a_run_that_goes_on_afterwards
     run.state, former = RunState.BROKEN, lab.sweep
     form.attempt(form.start)
     assert "It would end what has the ranks now: stop that first" in form.message.value and lab.sweep is former
+
+
+# -- stored runs -----------------------------------------------------------------------------------------------------
+def test_a_run_is_named_copied_reported_and_compared_with_stored_ones(dashboard, tmp_path):
+    lab, form = dashboard.lab, dashboard._runs
+    history = History(tmp_path)
+    for name in ("old", "older"):
+        run = run_of(Spec(), 12, name)
+        run.name = name.upper()
+        history.record(run)
+    assert history.flush()
+    lab.runs = history.runs
+    run = lab.run()
+    form.attempt(form.compare)
+    assert "No stored run is marked" in form.message.value
+    form.list_stored()
+    marked = next(line for line in form._list.options if line.startswith("OLD ·"))
+    assert re.search(r"^OLD · gpt2-\w+ · lab full_shard fp32 · 20\d\d-.* · 12 steps · old$", marked), marked
+    form._list.value = (marked,)
+    form.compare()
+    assert "In the comparison as A." in form.message.value and dashboard.pins["A"].name == "OLD"
+    until(lambda: not form._name.disabled)
+    form._name.value, form._note.value = "baseline", "before the change"
+    assert (run.name, run.note) == ("baseline", "before the change")
+    assert "lab.run(model=&#x27;gpt2-1m&#x27;" in form._code.value
+    form.report()
+    until(lambda: re.search(r"The report is in <code>report-of-[12].html", form.message.value))

@@ -14,6 +14,7 @@ from fsdp_lab.dashboard.fields import OTHER, TITLES, controls_of
 from fsdp_lab.dashboard.opened_forms import WritingForm
 from fsdp_lab.planner.questions import LESS, DoesNotFit
 from fsdp_lab.runs import RunState
+from fsdp_lab.spec.describe import describe_strategy
 from fsdp_lab.spec.spec import Precision, Spec
 from tests.dashboard.fake_lab import FakeLab
 from tests.waiting import until
@@ -39,8 +40,8 @@ class Desk:
         """The row below the buttons; "" where it is hidden."""
         return "" if self.controls._notice.layout.display == "none" else self.controls.message.value
 
-    def validate(self, group: int = 0) -> str:
-        return self.controls._groups[group]._words.value
+    def validate(self) -> str:
+        return self.controls._refusals._words.value
 
     def tick(self) -> None:
         run, events = self.lab.current, ()
@@ -113,12 +114,30 @@ def test_a_refused_combination_is_explained_and_not_sent_and_its_way_out_is_a_bu
     assert desk.lab.current.applies == [] and "fsdp-held" in desk.controls._controls["sharding"].box._dom_classes
     desk.choose("sharding", "full_shard")
     desk.choose("backend", "ddp")
-    button = desk.controls._groups[0].button
+    button = desk.controls._refusals.button
     assert button.description == "Also set sharding no_shard"
     button.click()
     assert desk.controls._controls["sharding"].input.value == "no_shard" and desk.validate() == ""
     desk.until(lambda: desk.lab.current.spec.strategy.backend == "ddp")
     desk.until(lambda: desk.note("backend").startswith("applied at step"))
+
+
+def test_choices_are_judged_together_and_the_last_one_is_taken_back(desk):
+    desk.start()
+    desk.choose("offload", "all")
+    desk.until(lambda: desk.note("offload").startswith("applied at step"))
+    desk.choose("backend", "ddp")
+    desk.choose("sharding", "no_shard")
+    assert "offload" in desk.validate() and "full_shard" not in desk.validate(), "that is not chosen any more"
+    assert desk.controls._refusals.button.description == "Also set offload none"
+    desk.controls._refusals.button.click()
+    desk.until(lambda: desk.lab.current.spec.strategy.backend == "ddp")
+    assert desk.controls._undo.tooltip == "Back to backend lab, offload all"
+    for kept in ("lab no_shard fp32 offload all", "lab full_shard fp32 offload all", "lab full_shard fp32"):
+        desk.controls._undo.click()
+        desk.until(lambda kept=kept: describe_strategy(desk.lab.current.spec) == kept)
+    assert desk.controls._undo.disabled
+    desk.until(lambda: desk.note("offload") == "")  # some steps later
 
 
 def test_what_the_ranks_refuse_is_said_with_their_reason_and_their_way_out(desk):
@@ -131,10 +150,10 @@ def test_what_the_ranks_refuse_is_said_with_their_reason_and_their_way_out(desk)
     desk.choose("link", "0.5 GB/s")
     desk.controls.choices.revert({"link": "0.5 GB/s"}, Spec(), refusal)
     desk.controls._show()
-    button = desk.controls._groups[1].button
-    assert button.description == "Set link 100 Gb/s of h100" and "faster than the wire" in desk.validate(1)
+    button = desk.controls._refusals.button
+    assert button.description == "Set link 100 Gb/s of h100" and "faster than the wire" in desk.validate()
     button.click()
-    assert desk.controls.choices.wanted.link == "100 Gb/s of h100" and desk.validate(1) == ""
+    assert desk.controls.choices.wanted.link == "100 Gb/s of h100" and "the wire" not in desk.validate()
 
 
 def test_a_model_that_begins_anew_waits_for_a_start(desk):
@@ -207,7 +226,7 @@ def test_hybrid_sharding_on_two_ranks_offers_four_in_one_click(desk):
     desk.controls.start()
     run = desk.lab.current
     desk.choose("sharding", "hybrid_shard")
-    button = desk.controls._groups[0].button
+    button = desk.controls._refusals.button
     assert "2 ranks have none" in desk.validate() and button.description == "Use 4 ranks"
     button.click()
     desk.until(lambda: desk.note("sharding").startswith("applied at step"))
@@ -227,7 +246,7 @@ def test_what_is_written_is_read_and_written_back(desk):
         desk.controls._show()
         assert control.input.value == shown
     desk.choose("devices", "cuda:0")
-    assert "does not name one device for each of 2 ranks" in desk.validate(2)
+    assert "does not name one device for each of 2 ranks" in desk.validate()
 
 
 @pytest.mark.parametrize(("name", "text", "reason"), [
@@ -240,7 +259,7 @@ def test_a_value_that_cannot_be_is_answered_in_words_and_its_group_unfolds(desk,
     before, row = desk.controls.choices.wanted, desk.controls._groups[3].row
     assert row.layout.display == "none"
     desk.choose(name, text)
-    assert html.unescape(desk.validate(3)) == reason
+    assert html.unescape(desk.validate()) == reason
     assert row.layout.display == "" and desk.note(name) == "refused, see below"
     assert desk.controls.choices.wanted == before and desk.lab.current.applies == []
 
@@ -255,7 +274,7 @@ def test_another_value_can_be_typed(desk, name, typed, value):
     desk.controls._controls[name].typed.value = typed
     if value is None:
         assert desk.note(name) == "refused, see below" and desk.controls.choices.wanted == before
-        assert typed in html.unescape(desk.validate(2 if name == "data" else 3))
+        assert typed in html.unescape(desk.validate())
         assert desk.controls._controls[name].input.label == Path(typed).name, "there is little room"
     else:
         assert desk.controls.choices.wanted.flat()[name] == value and desk.note(name) == "with the next start"
@@ -267,9 +286,9 @@ def test_a_rate_that_falls_finds_its_end_through_the_way_out(desk):
     training.fold.click()
     assert training.fold.description == "Hide" and training.row.layout.display == ""
     desk.choose("lr_schedule", "cosine")
-    assert "cosine needs the step at which it ends" in desk.validate(3)
-    assert training.button.description == "Also set decay steps 1000"
-    training.button.click()
+    assert "cosine needs the step at which it ends" in desk.validate()
+    assert desk.controls._refusals.button.description == "Also set decay steps 1000"
+    desk.controls._refusals.button.click()
     desk.choose("warmup_steps", 20)
     assert training.summary.value.endswith("lr schedule cosine · warm-up steps 20 · decay steps 1000")
     rates = desk.controls.choices.wanted.workload.rates
@@ -319,9 +338,9 @@ def test_a_link_is_chosen_or_written(desk):
     desk.until(lambda: desk.note("link") == "applied at step 0")
     desk.choose("link", "other…")
     link.typed.value = "fast"
-    assert desk.note("link") == "refused, see below" and "is no link" in desk.validate(1)
+    assert desk.note("link") == "refused, see below" and "is no link" in desk.validate()
     desk.choose("link", "auto")  # its key for none
-    assert desk.controls.choices.wanted.link is None and desk.validate(1) == "" and link.input.label == "off"
+    assert desk.controls.choices.wanted.link is None and desk.validate() == "" and link.input.label == "off"
 
 
 def test_what_is_gathered_ahead_is_automatic_and_holds_no_backend_back(desk):
@@ -331,7 +350,7 @@ def test_what_is_gathered_ahead_is_automatic_and_holds_no_backend_back(desk):
     for backend, sharding in (("fsdp2", "full_shard"), ("fsdp1", "full_shard"), ("ddp", "no_shard")):
         desk.choose("sharding", sharding)
         desk.choose("backend", backend)
-        assert desk.controls.choices.wanted.strategy.backend == backend and desk.validate() == desk.validate(1) == ""
+        assert desk.controls.choices.wanted.strategy.backend == backend and desk.validate() == desk.validate() == ""
         assert prefetch.input.label == "auto (torch's own)"
     desk.choose("backend", "lab")
     assert prefetch.input.label == "auto (1)"
@@ -339,10 +358,10 @@ def test_what_is_gathered_ahead_is_automatic_and_holds_no_backend_back(desk):
     prefetch.typed.value = "5"
     assert desk.controls.choices.wanted.strategy.forward_prefetch == 5 and prefetch.input.label == "5"
     desk.choose("backend", "ddp")
-    assert "DDP gathers no parameters" in desk.validate(1) + desk.validate()
+    assert "DDP gathers no parameters" in desk.validate() + desk.validate()
     desk.choose("forward_prefetch", "auto")
     wanted = desk.controls.choices.wanted.strategy
-    assert (wanted.backend, wanted.forward_prefetch) == ("ddp", None) and desk.validate() == desk.validate(1) == ""
+    assert (wanted.backend, wanted.forward_prefetch) == ("ddp", None) and desk.validate() == desk.validate() == ""
 
 
 def test_a_hang_is_said_while_it_lasts_and_a_failure_once_with_its_stack_to_be_unfolded(desk):
@@ -377,11 +396,10 @@ def test_a_text_is_asked_for_while_the_run_trains_and_when_it_is_over():
         until(lambda: said() == text, meanwhile=form.tick)
         form.tick()
 
-    assert form.widget.layout.display == "none" and form._write.disabled, "the ranks hold nothing"
-    form.toggle()
+    assert form._write.disabled, "the ranks hold nothing"
     run = lab.run()
     form.tick()
-    assert form.widget.layout.display == "" and not form._write.disabled
+    assert not form._write.disabled
     form._write.click()
     assert said() == "Type a prompt first: the text that the model is to continue."
     form._prompt.value = "<Once>"

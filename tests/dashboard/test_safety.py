@@ -32,10 +32,13 @@ class Desk:
     @property
     def buttons(self) -> list[str]:
         """Of the way out, those that are seen."""
-        return [b.description for b in (self.box._same, self.box._fewer) if b.layout.visibility == "visible"]
+        shown = self.box.recovery.layout.display != "none"
+        return [b.description for b in (self.box._same, self.box._fewer) if shown and b.layout.display != "none"]
 
     def head(self) -> str:
-        return plain(self.box.message.value)
+        """Why the run waits, else what is chosen."""
+        shown = self.box.recovery.layout.display != "none"
+        return plain((self.box.message if shown else self.box._summary).value)
 
     def start(self) -> None:
         self.controls.start()
@@ -70,10 +73,8 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
-def test_it_is_folded_at_first_and_what_is_chosen_holds_from_the_next_start_on(desk: Desk, tmp_path: Path) -> None:
-    assert desk.box._body.layout.display == "none" and desk.head() == "saving is off · recovery: ask · no incident"
-    desk.box._fold.click()
-    assert desk.box._body.layout.display == "" and desk.box._fold.description == "Hide"
+def test_what_is_chosen_holds_from_the_next_start_on(desk: Desk, tmp_path: Path) -> None:
+    assert desk.head() == "saving is off · recovery: ask · no incident"
     desk.start()
     assert not any(tmp_path.iterdir()) and desk.lab.current.saving is None
     assert desk.lab.current.recovering.how == "ask"
@@ -182,14 +183,15 @@ def test_a_run_that_waits_says_why_and_recover_goes_on_which_is_shown_while_it_l
     desk.lose()
     assert desk.lab.current.state is RunState.BROKEN and desk.buttons == ["Recover", "Resume on fewer ranks"]
     assert "rank 1 is gone: its process 4321 on here was ended by SIGKILL" in desk.head()
+    assert re.search(r"There is no checkpoint: it begins at step 0, and trains \d+ steps again", desk.head())
     assert desk.controls.message.value == "", "it is said once"
     assert "waits for Recover or Stop" in desk.box._incidents.value
     state = plain(desk.controls._state.value)
-    assert state.startswith("broken See Safety below") and not desk.controls._stop.disabled
+    assert state.startswith("broken Recover it") and not desk.controls._stop.disabled
     assert desk.controls._pause.disabled and desk.controls._start.disabled and desk.saving._save.disabled
     desk.box.say("An earlier press was refused.", wrong=True)
     desk.box._same.click()
-    desk.until(lambda: desk.head().startswith("recovering"))
+    desk.until(lambda: desk.lab.current.state is RunState.RECOVERING and desk.buttons == [])
     assert "was refused" not in desk.head() and desk.buttons == [] and "is being recovered" in desk.box._incidents.value
     desk.until(lambda: desk.head().endswith("1 incident"))
     assert desk.lab.current.state is RunState.RUNNING and desk.buttons == []
@@ -224,7 +226,7 @@ def test_a_run_that_failed_can_be_recovered_too(desk: Desk) -> None:
     former = desk.lab.current
     desk.lab.lose(1)
     desk.until(lambda: former.state is RunState.FAILED and desk.buttons != [])
-    assert desk.head().startswith("failed Why is said above") and "Rank 1 is gone" in desk.controls.message.value
+    assert desk.head().startswith("Recover it, or press Start") and "Rank 1 is gone" in desk.controls.message.value
     desk.box._same.click()
     desk.until(lambda: desk.lab.current is not former and desk.buttons == [])
 
@@ -283,9 +285,9 @@ def test_a_drill_that_is_refused_is_said_once(desk: Desk) -> None:
 
 
 # -- end ---------------------------------------------------------------------------------------------------------------
-def test_a_press_that_comes_too_late_does_nothing_and_with_a_closed_lab_only_the_fold_is_left(desk: Desk) -> None:
+def test_a_press_that_comes_too_late_does_nothing_and_with_a_closed_lab_nothing_can_be_pressed(desk: Desk) -> None:
     """The run went on, or ended, while the page still showed the buttons."""
     desk.box._same.click()
     assert desk.buttons == []
     desk.box.retire()
-    assert [w for w in desk.box.inputs if not getattr(w, "disabled", False)] == [desk.box._fold]
+    assert all(w.disabled for w in desk.box.inputs)
