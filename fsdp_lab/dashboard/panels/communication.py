@@ -71,7 +71,7 @@ class CommunicationPanel(Panel):
         draw.paint_stack(fig.varea_stack(list(KINDS), x="step", source=source), TOKENS, line=False)
         frame.overlays.draw(fig, "exposed_ms", seam=True)
         # A seam sets the line apart from the areas.
-        for width, token in ((draw.LINE_PX + 3, "ink.gap"), (draw.LINE_PX, "ink.mean")):
+        for width, token in ((draw.LINE_PX + 3, "ink.gap"), (draw.LINE_PX, "timeline.waiting")):
             draw.line(fig, source, "exposed", token, line_width=width)
         total = fig.line("step", "total", source=source, line_alpha=0)
         frame.label_markers(fig)
@@ -129,7 +129,7 @@ class CommunicationPanel(Panel):
         share = 100 * exposed / median(s.step_time_s for s in recent)
         part = f", {duration(exposed)} of it exposed ({share:.0f} % of the step)" if math.isfinite(exposed) else ""
         legend = [draw.fill_key(token) for kind, token in zip(KINDS, TOKENS, strict=True) if kind in self._seen]
-        waited = Key(label="exposed: computing waits", token="ink.mean", hatch="line")
+        waited = Key(label="exposed: computing waits", token="timeline.waiting", hatch="line")
         # Such as "Between ranks over shared memory, 3.9 GB/s a rank."
         ways = [f"between {c.between} over {c.name}, {format_rate(c.bytes_per_s)} a rank" for c in self._carriers]
         told = "; ".join(ways) + ". " if ways else ""
