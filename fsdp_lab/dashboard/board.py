@@ -52,6 +52,8 @@ class Pinned(RunQueries):
     from its beginning. Of a run of more than 2,000 steps both keep the first thousand and the last."""
 
     id: str
+    name: str
+    note: str
     spec: Trained
     events: EventStore = field(repr=False)
     curve: Numbers = field(repr=False)  # a row for each step, in the order of `CURVE`
@@ -74,7 +76,7 @@ class Pinned(RunQueries):
         store.add(replace(e, spans=(), memory_curve=()) if e.spans or e.memory_curve else e for e in kept)
         rows = curve_of(steps)
         now: dict[str, Any] = {"spec": spec, "state": state, "reason": reason, "switches": tuple(run.switches)}
-        same = ("id", "notes", "started_unix_s", "ended_unix_s", "environment")
+        same = ("id", "name", "note", "notes", "started_unix_s", "ended_unix_s", "environment")
         return cls(events=store, curve=rows, **now, **{name: getattr(run, name) for name in same})
 
 

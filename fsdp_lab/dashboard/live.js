@@ -437,6 +437,133 @@ class PinBar {
   }
 }
 
+// -- what part of the steps plots show -------------------------------------------------------------------------------
+
+const HOW_TO_ZOOM = "Drag a plot to pan, Shift + wheel to zoom, double click to reset.";
+const FEWEST_CUT = 20; // as in axis.py, with the next
+const BEYOND = 1.5;
+const CHOICES = { // name -> label, options by their words; the first is chosen at the beginning
+  last: ["steps", [["all", 0], ["last 200", 200], ["last 50", 50]]],
+  smooth: ["smoothing", [["off", 0], ["10", 10], ["50", 50]]],
+  log: ["loss axis", [["linear", 0], ["log", 1]]],
+};
+
+/** A row of switches for all plots over steps, and below it the numbered changes that the plots mark. */
+function viewBar(chosen, changed) {
+  const root = element("div", "fsdp-viewbar");
+  for (const [name, [label, options]] of Object.entries(CHOICES)) {
+    const group = element("span", "fsdp-choice");
+    group.setAttribute("role", "group");
+    group.setAttribute("aria-label", label);
+    const buttons = options.map(([words, value]) => {
+      const button = element("button", "", words);
+      button.type = "button";
+      button.addEventListener("click", () => ((chosen[name] = value), show(), changed()));
+      return [button, value];
+    });
+    const show = () => buttons.forEach(([b, value]) => b.setAttribute("aria-pressed", String(value === (chosen[name] ?? 0))));
+    show();
+    group.append(element("span", "", label), ...buttons.map(([button]) => button));
+    root.append(group);
+  }
+  const changes = element("span", "fsdp-changes");
+  root.title = HOW_TO_ZOOM;
+  root.append(changes);
+  return { root, changes };
+}
+
+/** Values without those far above the others, as `calm` of axis.py: what a y range is to hold. */
+function calm(values) {
+  if (values.length < FEWEST_CUT) return values;
+  const sorted = Float64Array.from(values).sort();
+  const most = sorted[Math.floor(0.99 * (sorted.length - 1))];
+  const end = Math.max(sorted[0] + BEYOND * (most - sorted[0]), Math.min(...values.slice(-3)));
+  return values.filter((value) => value <= end);
+}
+
+/** A range of round numbers around values; the former one where it still fits well, so that plots do not jump. */
+function rangeAround(values, before, { zero, log }) {
+  const low = values.reduce((a, b) => Math.min(a, b), Infinity);
+  const high = values.reduce((a, b) => Math.max(a, b), -Infinity);
+  const fits = before && before.log === log && before.end >= high && (zero || before.start <= low);
+  if (fits && (log || high - (zero ? 0 : low) > 0.45 * (before.end - before.start))) return before;
+  if (log) return { start: low / 1.1, end: high * 1.1, log };
+  const span = zero ? high : Math.max(high - low, 0.02 * Math.abs(high), 1e-9);
+  const step = 10 ** Math.floor(Math.log10(span)) / 5;
+  const start = zero ? 0 : Math.floor((low - 0.1 * span) / step) * step;
+  return { start: low >= 0 ? Math.max(0, start) : start, end: Math.ceil((high + 0.1 * span) / step) * step, log };
+}
+
+/** The mean of the last `length` values at each step, begun again at each change. */
+function smoothed(steps, values, length, changes) {
+  let first = 0;
+  let sum = 0;
+  return steps.map((step, i) => {
+    if (i && changes.some((change) => steps[i - 1] < change && change <= step)) (first = i), (sum = 0);
+    sum += Number.isFinite(values[i]) ? values[i] : NaN;
+    if (i - first >= length) sum -= values[first++];
+    if (Number.isNaN(sum)) (first = i + 1), (sum = 0);
+    return first > i ? NaN : sum / (i - first + 1);
+  });
+}
+
+// -- pictures and tables to keep --------------------------------------------------------------------------------------
+
+function save(blob, name) {
+  const link = element("a");
+  link.href = URL.createObjectURL(blob);
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+/** A card as a picture: Bokeh's of its plots, below its title, reading and legend, on the theme's background. */
+function pictureOf(plots, type, { title, reading, keys }, theme) {
+  const layer = plots.export(type);
+  const width = layer.bbox.width;
+  const rows = [[]];
+  let x = 12;
+  for (const { label, fill } of keys) {
+    const wide = 28 + 6.2 * label.length;
+    if (x + wide > width - 12) rows.push([]), (x = 12);
+    rows.at(-1).push({ label, fill, x });
+    x += wide;
+  }
+  const head = 34 + 17 * rows.length;
+  const page = new layer.constructor(layer.backend, true);
+  page.resize(width, layer.bbox.height + head + 8);
+  const { ctx, pixel_ratio: ratio } = page;
+  ctx.drawImage(layer.canvas, 0, head * ratio);
+  ctx.save();
+  ctx.scale(ratio, ratio);
+  const write = (text, at, y, font, colour) => ((ctx.font = `${font} ${theme.font}`), (ctx.fillStyle = colour), ctx.fillText(text, at, y));
+  write(`${title}   ${reading}`, 12, 21, "600 12px", theme.text);
+  rows.forEach((row, i) => row.forEach(({ label, fill, x: at }) => {
+    ctx.fillStyle = fill;
+    ctx.fillRect(at, 31 + 17 * i, 11, 11);
+    write(label, at + 16, 40 + 17 * i, "11px", theme.soft);
+  }));
+  ctx.restore();
+  const whole = new layer.constructor(layer.backend, true); // the background, below what is there
+  whole.resize(width, layer.bbox.height + head + 8);
+  whole.ctx.fillStyle = theme.tokens["ink.gap"];
+  whole.ctx.fillRect(0, 0, width * ratio, page.bbox.height * ratio);
+  whole.ctx.drawImage(page.canvas, 0, 0);
+  return whole.to_blob();
+}
+
+/** The rows of sources as CSV, a section each. A heading has the labels of the axes on which they are drawn, which say the units. */
+function csvOf(sources, figures) {
+  const cell = (value) => (typeof value === "string" && /[",\n]/.test(value) ? `"${value.replaceAll('"', '""')}"` : String(value ?? ""));
+  return sources.filter((source) => source.get_length()).map((source) => {
+    const on = figures.find((figure) => figure.renderers.some((r) => r.data_source === source));
+    const labels = on && !source.name.startsWith("frame.") ? [...on.left, ...on.below].map((axis) => axis.axis_label).filter(Boolean).join(" against ") : "";
+    const names = Object.keys(source.data);
+    const rows = Array.from({ length: source.get_length() }, (_, i) => names.map((name) => cell(source.data[name][i])).join(","));
+    return [`# ${source.name}${labels && `: ${labels}`}`, names.join(","), ...rows].join("\n");
+  }).join("\n\n") + "\n";
+}
+
 // -- one mounted view ----------------------------------------------------------------------------------------------
 
 class View {
@@ -454,6 +581,7 @@ class View {
     this.root.append(this.banner, this.body);
     el.append(this.root);
     this.gone = false;
+    this.step = 0; // the newest
     this.text = false;
     this.doc = null;
     this.drawAgainMs = DRAW_AGAIN_MS;
@@ -553,9 +681,10 @@ class View {
     this.banner.hidden = true;
     this.sources.at.clear();
     for (const card of this.cardOf.values()) card.waiting.clear();
-    for (const table of readTables(message.tables, bytes)) this.sources.write(table);
+    for (const table of readTables(message.tables, bytes)) this.note(table), this.sources.write(table);
     this.patch(message.patches);
     this.caption(message.captions);
+    this.fit();
     this.root.dataset.scene = String(message.scene);
     if (!message.view || this.next) return; // what comes next has those ticks
     this.mounting = false;
@@ -578,6 +707,7 @@ class View {
     this.byName = new Map([...this.doc.all_models].filter((m) => m.name).map((m) => [m.name, m]));
     this.keepRanges();
     this.sources = new Sources(this.doc);
+    this.choose();
     this.repaint();
   }
 
@@ -593,6 +723,7 @@ class View {
     const below = element("div", "fsdp-grid fsdp-below");
     this.words = new Map([["", { reading: headline, note: caution }]]);
     const cards = new Map();
+    this.bar = viewBar(this.reader.chosen, () => (this.choose(), this.fit()));
     this.cardOf = new Map(); // source -> its card
     const plots = new Map();
     for (const card of layout.cards) {
@@ -608,25 +739,32 @@ class View {
       head.append(element("h3", "", card.title), reading, info, pin.root);
       const legend = element("div", "fsdp-legend");
       const plot = element("div", "fsdp-plot");
-      plot.title = "";
       plot.addEventListener("dblclick", () => this.followAgain());
+      if (card.name in layout.roots) {
+        plot.setAttribute("role", "img");
+        head.append(this.tools(card, layout.roots[card.name]));
+      }
       const note = element("p", "fsdp-note");
       section.append(head, legend, plot, note);
       section.setAttribute("aria-label", card.title);
       (layout.tabs.length && card.tab ? below : grid).append(section);
       plots.set(card.name, plot);
-      const shown = { section, seen: true, waiting: new Map() };
+      const shown = { section, seen: true, held: false, waiting: new Map(), said: {} };
+      plot.addEventListener("pointerenter", () => (shown.held = !pin.root.hidden));
+      plot.addEventListener("pointerleave", () => this.release(shown));
+      for (const event of ["click", "change"]) pin.root.addEventListener(event, () => this.release(shown));
       cards.set(card.name, shown);
       for (const source of card.sources) this.cardOf.set(source, shown);
-      this.words.set(card.name, { section, reading, legend, note, info, plot, pin });
+      this.words.set(card.name, { section, title: card.title, reading, legend, note, info, plot, pin, shown });
     }
-    this.body.append(top, grid, caution);
+    const under = element("div", "fsdp-under");
+    under.append(caution, ...(this.cardOf.has("loss.steps") ? [this.bar.root] : []));
     if (layout.tabs.length) {
       const tabs = new Tabs(layout.tabs, below, this.root.closest(".fsdp-lab") ?? this.root);
-      this.body.append(tabs.root, below);
       if (canOpenOwnTab(this.root)) tabs.addButton("Own tab", OWN_TAB, () => openOwnTab(this.root));
+      this.body.append(top, grid, under, tabs.root, below);
     } else {
-      this.body.prepend(top, caution);
+      this.body.append(top, under, grid);
     }
     this.placeTop();
     this.watchCards(cards);
@@ -637,6 +775,131 @@ class View {
   placeTop() {
     const place = this.root.closest(".fsdp-lab")?.querySelector(".fsdp-headline-place .widget-html-content");
     if (place && this.top && this.root.querySelector(".fsdp-below") && this.top.parentNode !== place) place.replaceChildren(this.top);
+  }
+
+  /** The small buttons of a card with plots: nothing of them asks the kernel. */
+  tools({ name, title, sources }, root) {
+    const bar = element("span", "fsdp-tools");
+    const keys = () => [...this.words.get(name).legend.children].map((entry) => ({
+      label: entry.textContent, fill: getComputedStyle(entry.firstChild).getPropertyValue("--fsdp-fill"),
+    }));
+    const picture = (type) => async () => {
+      const plots = [...this.bokehViews].find((view) => view.model.id === root);
+      const { reading } = this.words.get(name);
+      save(await pictureOf(plots, type, { title, reading: reading.textContent, keys: keys() }, this.theme), `${name}.${type}`);
+    };
+    const table = () => {
+      const figures = [...this.doc.all_models].filter((m) => m.type === "Figure");
+      const shared = sources.some((source) => source.endsWith(".steps")) ? ["frame.markers"] : [];
+      const wanted = [...sources, ...shared].map((source) => this.sources.sources.get(source)).filter(Boolean);
+      save(new Blob([csvOf(wanted, figures)], { type: "text/csv" }), `${name}.csv`);
+    };
+    for (const [words, about, press] of [
+      ["↺", `Reset the zoom of all plots. ${HOW_TO_ZOOM}`, () => this.followAgain()],
+      ["PNG", `Save ${title} as a PNG picture`, picture("png")],
+      ["SVG", `Save ${title} as an SVG picture`, picture("svg")],
+      ["CSV", `Save the rows of ${title} as CSV`, table],
+    ]) {
+      const button = element("button", "", words);
+      button.type = "button";
+      button.title = about;
+      button.setAttribute("aria-label", about);
+      button.addEventListener("click", press);
+      bar.append(button);
+    }
+    return bar;
+  }
+
+  /** A card of one step keeps its step while it is pointed at; then it shows what has come meanwhile. */
+  release(card) {
+    if (!card.held) return;
+    card.held = false;
+    if (!this.doc) return;
+    this.catchUp(card);
+    const { captions = {}, patches = {} } = card.said;
+    card.said = {};
+    this.patch(patches);
+    this.caption(captions);
+  }
+
+  // Plots over steps: the reader's choices.
+
+  choose() {
+    const { smooth = 0, log = 0 } = this.reader.chosen;
+    for (const [name, m] of this.byName) {
+      if (name.endsWith(".smoothed")) m.visible = smooth > 0;
+      if (name.endsWith(".plain")) m.glyph.line_alpha = { value: smooth ? 0.3 : 1 };
+    }
+    const loss = this.byName.get("loss");
+    if (!loss || (loss.y_scale.type === "LogScale") === Boolean(log)) return;
+    const made = (type) => new (this.Bokeh.Models.get(type))();
+    const [axis] = loss.left;
+    this.linearTicker ??= axis.ticker;
+    if (log) this.followAgain("loss.y", { start: 1e-3, end: 10 }); // until it is fitted: a logarithm has no zero
+    loss.y_scale = made(log ? "LogScale" : "LinearScale");
+    axis.ticker = log ? made("LogTicker") : this.linearTicker;
+  }
+
+  /** Fits what the kernel's ranges do not know: the steps and the axis that the reader chose; smooths, and marks what is cut. */
+  fit() {
+    const axis = this.ranges?.get("frame.x");
+    if (!axis) return;
+    const { last = 0, smooth = 0, log = 0 } = this.reader.chosen;
+    const told = axis.told ?? axis.wanted;
+    const tenth = last / 10;
+    const end = last ? Math.max(last, Math.ceil((this.step + 1) / tenth) * tenth) : told.end;
+    const steps = last ? { start: end - last, end } : told;
+    this.place("frame.x", steps);
+    const column = (source, name) => this.byName.get(source)?.data[name] ?? [];
+    const changes = [...column("frame.markers", "step")];
+    for (const [name, m] of this.byName) {
+      const tag = m.tags[0];
+      if (tag?.smooth && smooth) {
+        const at = [...column(tag.smooth.source, "step")];
+        m.data = { step: at, value: smoothed(at, column(tag.smooth.source, tag.smooth.column), smooth, changes) };
+      }
+      if (tag?.fit) this.fitPlot(name, tag.fit, steps, column, { last, log: Boolean(log) && name === "loss.y" });
+    }
+  }
+
+  fitPlot(name, { source, columns, others, zero, scaled }, steps, column, { last, log }) {
+    const known = this.ranges.get(name);
+    const told = known.told ?? known.wanted;
+    const within = (table, values) => {
+      const at = column(table, "step");
+      return [...values].map((value, i) => [at[i], value]).filter(([step, value]) => step >= steps.start && step <= steps.end && Number.isFinite(value) && (!log || value > 0));
+    };
+    const own = columns.map((c) => within(source, column(source, c)));
+    let wanted = told;
+    if (last || log) {
+      const scale = scaled ? told.end / (this.ranges.get(scaled).told ?? { end: 1 }).end : 1;
+      const beside = Object.keys(this.model.get("tokens").light).filter((token) => token.startsWith("pin."))
+        .map((token) => token.replace("pin", "overlay")).flatMap((table) => within(table, column(table, others)).map(([, v]) => v * scale));
+      const values = [...own.flatMap((part) => calm(part.map(([, value]) => value))), ...beside];
+      if (values.length) wanted = known.fitted = rangeAround(values, known.fitted, { zero, log });
+      else if (log) wanted = { start: 1e-3, end: 10 };
+      if (scaled) this.place(scaled, { start: wanted.start / scale, end: wanted.end / scale });
+    } else {
+      delete known.fitted;
+      if (scaled && this.ranges.get(scaled).told) this.place(scaled, this.ranges.get(scaled).told);
+    }
+    this.place(name, { start: wanted.start, end: wanted.end });
+    const cut = own.flat().filter(([, value]) => value > wanted.end);
+    const marks = this.byName.get(name.replace(/\.y$/, ".cut"));
+    if (!marks || String(cut) === marks.tags[0]) return;
+    marks.tags = [String(cut)];
+    marks.data = { step: cut.map(([step]) => step), value: cut.map(([, value]) => value) };
+  }
+
+  /** The numbered changes in words, the newest last. */
+  listChanges({ step, label, detail }) {
+    const entries = Array.from(step, (_, i) => {
+      const entry = element("span", "fsdp-change");
+      entry.title = detail[i];
+      entry.append(element("b", "", String(i + 1)), ` ${label[i]}`);
+      return entry;
+    });
+    this.bar.changes.replaceChildren(...entries.slice(-8));
   }
 
   // A tick: what is new.
@@ -671,6 +934,7 @@ class View {
       const isWhole = this.write(news.tables.values());
       this.patch(news.patches);
       this.caption(news.captions);
+      this.fit();
       return isWhole;
     });
     if (whole === null) return;
@@ -703,8 +967,9 @@ class View {
   write(tables) {
     let whole = true;
     for (const table of tables) {
+      this.note(table);
       const card = this.cardOf.get(table.name);
-      if (!card || card.seen) {
+      if (!card || (card.seen && !card.held)) {
         whole = this.sources.write(table) && whole;
         continue;
       }
@@ -715,16 +980,27 @@ class View {
     return whole;
   }
 
+  /** The newest step, also of plots out of sight; and the changes that are marked. */
+  note({ name, rows, data }) {
+    if (name.endsWith(".steps") && rows) this.step = data.step[rows - 1];
+    if (name === "frame.markers") this.listChanges(data);
+  }
+
+  /** Writes the rows that have waited. */
+  catchUp(card) {
+    const waiting = [...card.waiting.values()];
+    card.waiting.clear();
+    if (this.attempt(() => this.write(waiting)) === false) this.mount();
+    this.fit();
+  }
+
   watchCards(cards) {
     this.onSight?.disconnect();
     this.onSight = new IntersectionObserver((entries) => {
       for (const { target, isIntersecting } of entries) {
         const card = cards.get(target.dataset.card);
         card.seen = isIntersecting;
-        if (!card.seen || !this.doc) continue;
-        const waiting = [...card.waiting.values()];
-        card.waiting.clear();
-        if (this.attempt(() => this.write(waiting)) === false) this.mount();
+        if (card.seen && this.doc) this.catchUp(card);
       }
     }, { rootMargin: "80px" });
     for (const { section } of cards.values()) this.onSight.observe(section);
@@ -734,6 +1010,11 @@ class View {
     for (const [name, values] of Object.entries(patches)) {
       const m = this.byName.get(name);
       if (!m) continue;
+      const { shown } = this.words.get(name.split(".")[0]) ?? {};
+      if (shown?.held) {
+        (shown.said.patches ??= {})[name] = { ...shown.said.patches[name], ...values };
+        continue;
+      }
       if (m.type === "Range1d") this.setRange(name, m, values);
       else m.setv(Object.fromEntries(Object.entries(values).map(([property, value]) => [property, revived(value)])));
     }
@@ -742,10 +1023,17 @@ class View {
   // A range that the reader has moved stays where it is until a double click.
   setRange(name, range, values) {
     const before = this.ranges.get(name);
-    const wanted = { ...before?.wanted, ...values };
-    const moved = before && isMoved(before);
-    if (!moved) range.setv(wanted);
-    this.ranges.set(name, { range, wanted, set: moved ? before.set : wanted });
+    const told = { ...(before?.told ?? before?.wanted), ...values };
+    this.ranges.set(name, { ...before, range, told });
+    if (!range.tags.length && name !== "frame.x") this.place(name, told); // else `fit` does
+  }
+
+  place(name, wanted) {
+    const known = this.ranges.get(name);
+    const { range, set } = known;
+    const moved = set && isMoved(known);
+    if (!moved && (range.start !== wanted.start || range.end !== wanted.end)) range.setv(wanted);
+    Object.assign(known, { wanted, set: moved ? set : wanted });
   }
 
   // JupyterLab may draw an output again when it moves it or the window changes, in a new view.
@@ -761,10 +1049,11 @@ class View {
     Object.assign(this.reader, { scene: this.scene, ranges: this.ranges });
   }
 
-  followAgain() {
-    for (const [name, { range, wanted }] of this.ranges) {
-      range.setv(wanted);
-      this.ranges.set(name, { range, wanted, set: wanted });
+  followAgain(only, wanted) {
+    for (const [name, known] of this.ranges) {
+      if (only && only !== name) continue;
+      known.set = wanted ?? known.wanted;
+      known.range.setv(known.set);
     }
   }
 
@@ -773,7 +1062,14 @@ class View {
     for (const [name, words] of Object.entries(captions)) {
       const at = this.words.get(name);
       if (!at) continue;
-      if ("reading" in words) at.reading.textContent = at.reading.title = words.reading;
+      if (at.shown?.held) {
+        (at.shown.said.captions ??= {})[name] = { ...at.shown.said.captions[name], ...words };
+        continue;
+      }
+      if ("reading" in words) {
+        at.reading.textContent = at.reading.title = words.reading;
+        if (at.title) at.plot.setAttribute("aria-label", `${at.title}: ${words.reading}`);
+      }
       if ("note" in words) {
         at.note.textContent = words.note;
         if (at.info) at.info.ariaLabel = words.note, at.info.hidden = !words.note;
@@ -880,9 +1176,9 @@ function isMoved({ range, set }) {
   return range.start !== set.start || range.end !== set.end;
 }
 
-/** Called once for each widget, whose views share what their reader has done. */
+/** Called once for each widget, whose views share what their reader has done and chosen. */
 export default function widget() {
-  const reader = { scene: null, ranges: new Map() };
+  const reader = { scene: null, ranges: new Map(), chosen: {} };
   return {
     render({ model, el }) {
       const view = new View(model, el, reader);

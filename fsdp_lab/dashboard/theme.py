@@ -1,16 +1,16 @@
 """Colours: one fixed palette for ranks, others for what is stacked inside a rank, and for other runs.
 
-Ranks are hues: six of Okabe and Ito, and two darker ones that maximise the smallest distance to them under
-simulated protanopia, deuteranopia and tritanopia. Classes of memory and kinds of communication are lightness ramps of
-one muted hue each, with hatching where lightness is not enough, so that none of them can be mistaken for a rank.
-Other runs (pins) are four muted hues, each in two lightnesses, and always dashed: each hue in its own dashes.
-`tests/dashboard/test_theme.py` measures both claims.
+Orange is the signal: exposed communication, in every plot, and nothing else. Ranks are hues that keep away from it. Classes
+of memory, kinds of communication and parts of computing are muted hues that differ in lightness too, in the order in which
+they are stacked, with hatching for what is seldom seen. Other runs (pins) are four muted hues, each in two lightnesses, and
+always dashed: each hue in its own dashes. `tests/dashboard/test_theme.py` measures that eyes with protanopia, deuteranopia
+and tritanopia tell apart what is drawn together.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-RANKS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#962C18", "#5F5566")
+RANKS = ("#0072B2", "#CC79A7", "#009E73", "#56B4E9", "#9D70F7", "#5F5566", "#962C18", "#4836BD")
 RANK_DASHES = ("solid", "solid", "solid", "solid", "6 2", "6 2", "6 2", "6 2")
 MOST_LINES = len(RANKS)  # above this, panels draw bands: a reader cannot tell more lines apart
 
@@ -32,35 +32,35 @@ class Fill:
 
 # In stacking order: what stays between steps is at the bottom.
 MEMORY: Mapping[str, Fill] = {
-    "parameters": Fill(label="sharded parameters", light="#343061", dark="#D9D9FF"),
-    "optimizer": Fill(label="optimizer state", light="#504D86", dark="#B5B6E0"),
-    "unsharded": Fill(label="unsharded parameters", light="#6E6DA8", dark="#9291CB"),
-    "gradients": Fill(label="gradients", light="#8F8EC7", dark="#7170A8"),
-    "activations": Fill(label="activations", light="#B4B4D1", dark="#535186"),
-    "communication": Fill(label="communication buffers", light="#D9DAE3", dark="#363365", hatch="/"),
-    "other": Fill(label="other", light="#F1F0F6", dark="#2C2A3A", hatch="."),
-    "host": Fill(label="on the host", light="#F1F0F6", dark="#2C2A3A", hatch="x"),
+    "parameters": Fill(label="sharded parameters", light="#3E316D", dark="#5A4A9A"),
+    "optimizer": Fill(label="optimizer state", light="#95609D", dark="#AC7AB7"),
+    "unsharded": Fill(label="unsharded parameters", light="#80B5F4", dark="#93C3F2"),
+    "gradients": Fill(label="gradients", light="#07654D", dark="#408066"),
+    "activations": Fill(label="activations", light="#C3CD99", dark="#BDB982"),
+    "communication": Fill(label="communication buffers", light="#D9DAE3", dark="#3A3B46", hatch="/"),
+    "other": Fill(label="other", light="#F1F0F6", dark="#2A2A30", hatch="."),
+    "host": Fill(label="on the host", light="#F1F0F6", dark="#2A2A30", hatch="x"),
 }
 
 COMMUNICATION: Mapping[str, Fill] = {
-    "all_gather": Fill(label="all-gather", light="#4A3A2A", dark="#EBDCC6"),
-    "reduce_scatter": Fill(label="reduce-scatter", light="#8A6F52", dark="#C4A988"),
-    "all_reduce": Fill(label="all-reduce", light="#BBA284", dark="#957A5B"),
-    "all_to_all": Fill(label="all-to-all", light="#8A6F52", dark="#C4A988", hatch="/"),
-    "broadcast": Fill(label="broadcast", light="#DDCDB8", dark="#6B5640", hatch="\\"),
-    "barrier": Fill(label="barrier", light="#DDCDB8", dark="#6B5640", hatch="x"),
-    "other": Fill(label="other", light="#EFE7DC", dark="#463A2D", hatch="."),
-    "control": Fill(label="control", light="#EFE7DC", dark="#463A2D", hatch="-"),
+    "all_gather": Fill(label="all-gather", light="#2A62BC", dark="#4D5FBD"),
+    "reduce_scatter": Fill(label="reduce-scatter", light="#A989DB", dark="#AE8AC9"),
+    "all_reduce": Fill(label="all-reduce", light="#7EC7F5", dark="#9EE3FF"),
+    "all_to_all": Fill(label="all-to-all", light="#A989DB", dark="#AE8AC9", hatch="/"),
+    "broadcast": Fill(label="broadcast", light="#C6D3E3", dark="#44536B", hatch="\\"),
+    "barrier": Fill(label="barrier", light="#C6D3E3", dark="#44536B", hatch="x"),
+    "other": Fill(label="other", light="#E6ECF3", dark="#2B3442", hatch="."),
+    "control": Fill(label="control", light="#E6ECF3", dark="#2B3442", hatch="-"),
 }
 
 # What a rank does beside communication: the timeline's rows.
 COMPUTE: Mapping[str, Fill] = {
-    "forward": Fill(label="forward", light="#B5CCC6", dark="#3C544E"),
-    "backward": Fill(label="backward", light="#7C9E96", dark="#64857D"),
-    "optimizer": Fill(label="optimizer", light="#48665F", dark="#93B3AB"),
-    "compute": Fill(label="other computing", light="#D9E6E2", dark="#2A3B37", hatch="/"),
-    "waiting": Fill(label="waiting: exposed communication", light="#1F2A37", dark="#E5E7EB"),
-    "host_copy": Fill(label="host copy", light="#7D98A3", dark="#6F8A95", hatch="x"),
+    "forward": Fill(label="forward", light="#BCDAC2", dark="#344940"),
+    "backward": Fill(label="backward", light="#5F9489", dark="#6A8878"),
+    "optimizer": Fill(label="optimizer", light="#3A5440", dark="#9BC0AA"),
+    "compute": Fill(label="other computing", light="#DCE8DF", dark="#26332D", hatch="/"),
+    "waiting": Fill(label="waiting: exposed communication", light="#E86A00", dark="#FF9A2E"),
+    "host_copy": Fill(label="host copy", light="#8A979E", dark="#93A1A9", hatch="x"),
 }
 
 # Other runs' curves, by place. Four hues in dashes of their own, then the same hues further from the background.
@@ -68,7 +68,7 @@ PINS: Mapping[str, Fill] = {
     "0": Fill(label="A", light="#AD7575", dark="#C08786"),
     "1": Fill(label="B", light="#4F948F", dark="#62A6A2"),
     "2": Fill(label="C", light="#857FAE", dark="#9791C1"),
-    "3": Fill(label="D", light="#888A58", dark="#9B9C6A"),
+    "3": Fill(label="D", light="#7E8460", dark="#9B9C6A"),
     "4": Fill(label="E", light="#774545", dark="#FCBFBE"),
     "5": Fill(label="F", light="#17625E", dark="#9BE0DB"),
     "6": Fill(label="G", light="#554E7A", dark="#D0CAFD"),

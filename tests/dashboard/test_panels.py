@@ -154,10 +154,11 @@ def test_throughput_sums_ranks_over_the_slowest_time_and_tflops_are_of_each_of_f
     last = told[-1].events
     rate = sum(e.tokens for e in last) / max(e.step_time_s for e in last)
     assert columns(panel)["tokens_per_s"][-1] == pytest.approx(rate)
-    assert math.isnan(columns(panel)["median_tokens_per_s"][0])  # the first step after a change does not count
+    assert columns(panel)["step"] == [1, 2, 3] and columns(panel, 1)["step"] == [0], "the first after a change is apart"
     assert "rank_7" in few.sources[0].numbers and "rank_0" not in many.sources[0].numbers
-    assert columns(many)["least"][-1] == min(e.tflops for e in last)
-    assert columns(many)["most"][-1] == max(e.tflops for e in last)
+    assert many.patches()["tflops.axis"] == {"axis_label": "model GFLOPS per rank"}
+    assert columns(many)["least"][-1] == pytest.approx(1e3 * min(e.tflops for e in last))
+    assert columns(many)["most"][-1] == pytest.approx(1e3 * max(e.tflops for e in last))
 
 
 def test_mfu_and_hfu_say_what_they_are_relative_to():
@@ -170,7 +171,7 @@ def test_mfu_and_hfu_say_what_they_are_relative_to():
     panel.update(steps_with(3, first=3, peak_flops_per_s=220e9, spec_id="bf16"))
     assert "relative to 0.220 TFLOPS" in panel.captions().note
     mean, mfu = columns(panel)["mean"], columns(panel)["mfu_percent"]
-    assert mfu[-1] == pytest.approx(100 * mean[-1] * 1e12 / 220e9), "the tooltip of each step has its own"
+    assert mfu[-1] == pytest.approx(100 * mean[-1] * 1e9 / 220e9), "the tooltip of each step has its own"
     again.update(steps_with(4, recompute_flops=told[0].events[0].flops // 4))
     assert "HFU counts recompute; both are relative to 0.110 TFLOPS" in again.captions().note
     assert columns(again)["hfu_percent"] == pytest.approx([1.25 * share for share in columns(again)["mfu_percent"]])
@@ -350,9 +351,12 @@ def test_communication_is_by_kind_and_rank_with_link_bytes_and_what_is_exposed()
     assert now["all_gather"][1] == pytest.approx(1e3 * seconds[len(seconds) // 2], rel=0.05)
     assert now["all_gather_mb"][1] == pytest.approx(told[-1].events[1].comm["all_gather"].link_bytes / 1e6)
     labels = [k.label for k in panel.captions().legend]
-    assert labels == ["all-gather", "reduce-scatter", "control", "exposed: computing waits"]
+    assert labels == ["all-gather", "reduce-scatter", "control", "exposed: computing waits", "slowed by measuring"]
     exposed = [statistics.fmean(e.exposed_comm_s for e in s.events) for s in told]
-    assert list(columns(panel, 1)["exposed"]) == pytest.approx([1e3 * x for x in exposed])
+    over, apart = columns(panel, 1), columns(panel, 2)
+    drawn = dict(zip([*over["step"], *apart["step"]], [*over["exposed"], *apart["value"]], strict=True))
+    assert [drawn[n] for n in range(25)] == pytest.approx([1e3 * x for x in exposed])
+    assert set(panel.sources[2].all().texts["why"]) == {"first after a change", "traced", "memory measured"}
     middle = statistics.median(x / s.step_time_s for x, s in zip(exposed[-20:], told[-20:], strict=True))
     said = panel.captions().reading
     assert abs(float(said.split("(")[1].split(" %")[0]) - 100 * middle) <= 3 and "exposed" in said
@@ -379,5 +383,9 @@ def test_markers_keep_their_labels_apart():
     frame.mark_all([(step, label, f"step {step}") for step, label in ((100, "a"), (105, "b"), (600, "c"))])
     frame.follow(steps(1, first=700))
     assert frame.markers.column("step").tolist() == [100, 105, 600]
-    assert frame.markers.all().texts["label"] == ["", "b", "c"]
-    assert frame.markers.all().texts["detail"] == ["step 100", "step 105", "step 600"]
+    assert frame.markers.all().texts["number"] == ["", "2", "3"] and frame.markers.all().texts["label"] == [
+        "a",
+        "b",
+        "c",
+    ]
+    assert frame.markers.all().texts["detail"] == ["1 · step 100", "2 · step 105", "3 · step 600"]

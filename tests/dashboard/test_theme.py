@@ -1,4 +1,4 @@
-"""The two claims of the palettes: ranks can be told apart by colour-blind eyes, and classes by lightness or hatch."""
+"""The claims of the palettes: what is drawn together can be told apart by colour-blind eyes, and the signal from all."""
 
 import itertools
 
@@ -53,19 +53,26 @@ def distance(a: str, b: str, eyes: str) -> float:
 
 @pytest.mark.parametrize("eyes", EYES)
 def test_whatever_is_drawn_together_can_be_told_apart(eyes):
-    """Ranks by their colour, classes by lightness or hatch, other runs by lightness or dashes."""
+    """Ranks by their colour, classes by colour or hatch, other runs by colour or dashes; the signal from all of these."""
     nearest = min(itertools.combinations(theme.RANKS, 2), key=lambda pair: distance(*pair, eyes))
     assert distance(*nearest, eyes) > 7, nearest
     for mode in ("light", "dark"):
-        for fills in (theme.MEMORY, theme.COMMUNICATION, theme.COMPUTE):
-            for a, b in itertools.combinations(fills.values(), 2):
-                apart = distance(getattr(a, mode), getattr(b, mode), eyes)
-                assert apart > 9 or a.hatch != b.hatch, (a.label, b.label, apart)
-        for (i, a), (j, b) in itertools.combinations(enumerate(theme.PINS.values()), 2):
+        signal = getattr(theme.COMPUTE["waiting"], mode)
+        timeline = [*theme.COMMUNICATION.values(), *theme.COMPUTE.values()]
+        palettes = [[(f, f.hatch) for f in fills] for fills in (theme.MEMORY.values(), timeline)]
+        palettes.append(list(zip(theme.PINS.values(), theme.PIN_DASHES, strict=True)))
+        for (a, pattern), (b, other) in itertools.chain(*(itertools.combinations(fills, 2) for fills in palettes)):
             apart = distance(getattr(a, mode), getattr(b, mode), eyes)
-            assert apart > 9 or theme.PIN_DASHES[i] != theme.PIN_DASHES[j], (a.label, b.label, apart)
+            assert apart > 9 or pattern != other, (mode, a.label, b.label, apart)
+        drawn = [
+            getattr(f, mode) for f in (*theme.MEMORY.values(), *timeline, *theme.PINS.values(), *theme.INK.values())
+        ]
+        for color in {*drawn, *theme.RANKS} - {signal}:
+            assert distance(signal, color, eyes) > 7, (mode, color)
 
 
 def test_lines_stand_out_from_both_backgrounds():
     assert all(contrast(color, background) > 2 for color in theme.RANKS for background in (LIGHT, DARK))
     assert all(contrast(f.light, LIGHT) > 3 and contrast(f.dark, DARK) > 3 for f in theme.PINS.values())
+    signal = theme.COMPUTE["waiting"]
+    assert contrast(signal.light, LIGHT) > 3 and contrast(signal.dark, DARK) > 3

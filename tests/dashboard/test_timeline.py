@@ -93,17 +93,17 @@ def test_the_words_of_a_span():
     watched = Watched(1)
     watched.show(Step(events=(event(0, 3, world_size=1, spans=(span, wait, busy, strange), step_time_s=0.004),)))
     said = {r["what"]: r for r in watched.rows()}
-    assert said["all-gather"]["link"] == "2.00 MB" and said["all-gather"]["group"] == "bfloat16, 2 ranks"
-    assert said["all-gather"]["bandwidth"] == "1.00 GB/s bus, 2.00 GB/s algorithm"
-    assert said["waits for all-gather"]["bandwidth"] == "–" and said["waits for all-gather"]["ms"] == pytest.approx(1.0)
-    assert said["backward"]["link"] == "–" and said["backward"]["fill"] == "timeline.backward"
+    assert said["all-gather"]["more"] == "2.00 MB, 1.00 GB/s bus, 2.00 GB/s algorithm, bfloat16, 2 ranks"
+    assert "GB/s" not in said["waits for all-gather"]["more"] and said["waits for all-gather"]["ms"] == pytest.approx(1)
+    assert said["backward"]["more"] == "" and said["backward"]["fill"] == "timeline.backward"
     assert said["loss"]["fill"] == "timeline.compute"
     reading = watched.panel.captions().reading
-    assert reading == "step 3: 4.00 ms, 1.00 ms exposed on rank 0, most for transformer.h.3 (1.00 ms)"
+    assert reading == "traced step 3: 4.00 ms, 1.00 ms exposed on rank 0, most for transformer.h.3 (1.00 ms)"
 
 
 @pytest.mark.parametrize(
-    ("exposed_s", "said"), [(0.040, "step 3: 100 ms, 40.0 ms of it exposed"), (math.nan, "step 3: 100 ms")]
+    ("exposed_s", "said"),
+    [(0.040, "traced step 3: 100 ms, 40.0 ms of it exposed"), (math.nan, "traced step 3: 100 ms")],
 )
 def test_waits_that_nobody_saw_are_not_put_down_to_a_unit(exposed_s, said):
     vote = Span(track=Track.WAIT, name="control", unit="", start_s=0.08, end_s=0.0805)

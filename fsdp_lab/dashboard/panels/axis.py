@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from bokeh.models import AdaptiveTicker, HoverTool, PanTool, Range1d, WheelZoomTool
+from bokeh.models import AdaptiveTicker, ColumnDataSource, HoverTool, PanTool, Range1d, WheelZoomTool
 from bokeh.plotting import figure
 
 from fsdp_lab.dashboard import theme
@@ -15,8 +15,9 @@ from fsdp_lab.dashboard.panels import draw
 from fsdp_lab.dashboard.panels.base import Columns, Key, Numbers, Patches
 from fsdp_lab.runs.steps import Step
 
-SMOOTH_STEPS = 9  # ordinary steps in a card's moving median
-LABEL_ROOM = 0.045  # of the axis of steps, that a marker's label needs
+SMOOTH_STEPS = 20  # ordinary steps in a card's moving median
+LABEL_ROOM = 0.02  # of the axis of steps, that a marker's number needs
+FEWEST_CUT, BEYOND = 20, 1.5  # from so many values on, what reaches so far above the 99th percentile is cut
 SHORTEST_WINDOW = 50  # steps on the axis at the beginning of a run
 STEP_LIMIT = 1000  # steps that a time plot keeps
 MOST_ROWS = 2 * STEP_LIMIT + 1  # of another run's curve: its beginning, its end, and a gap between them
@@ -32,6 +33,17 @@ def round_up(value: float, steps: Sequence[float] = ROUND) -> float:
     """The next round number: one of `steps` (from 1 to 10) times a power of ten. `value` > 0."""
     magnitude = 10.0 ** math.floor(math.log10(value))
     return next(r * magnitude for r in steps if value <= r * magnitude * (1 + 1e-12))
+
+
+def calm(values: Numbers) -> Numbers:
+    """The finite values that a y range is to hold: without those far above the 99th percentile, unless the last three are.
+    The page's function of this name does the same in the steps that a reader chose."""
+    finite: Numbers = values[np.isfinite(values)]
+    if finite.size < FEWEST_CUT:
+        return finite
+    low, most = finite.min(), np.quantile(finite, 0.99, method="lower")
+    held: Numbers = finite[finite <= max(low + BEYOND * (most - low), finite[-3:].min())]
+    return held
 
 
 def step_window(step: int) -> tuple[float, float]:
@@ -152,6 +164,24 @@ class Overlays:
         return {name: {"visible": place in self._shown} for place, name in self._lines}
 
 
+class Apart:
+    """Finds the steps that a line over steps leaves out, because something other than training took their time. Where all
+    steps are traced, being traced is no reason."""
+
+    def __init__(self) -> None:
+        self._traced = False  # the step before
+
+    def reason(self, step: Step) -> str:
+        """Such as "traced"; "" for an ordinary step. Called for each step, in order."""
+        e = step.events[0]
+        before, self._traced = self._traced, any(event.spans for event in step.events)
+        if e.first_after_switch:
+            return "first after a change"
+        if not step.counts:
+            return "memory measured" if e.ledger else "inspected" if e.inspected else "slow motion"
+        return "traced" if self._traced and not before else ""
+
+
 class StepAxis:
     """The time plots of one dashboard share this: the axis of steps, markers at changes, curves of other runs."""
 
@@ -160,12 +190,12 @@ class StepAxis:
         self.shard_factor = 1  # ranks that share one copy of the parameters
         self.counted = "tokens"  # or "samples": of images, and of a user's own data
         self.x_range = Range1d(start=0, end=50, name="frame.x")
-        self.markers = Columns("frame.markers", ["step"], texts=["label", "detail"], limit=100)
+        self.markers = Columns("frame.markers", ["step"], texts=["number", "label", "detail"], limit=100)
         self.marker_source = draw.twin(self.markers)
         self.overlays = Overlays()
         self._step = 0
         self._marks: list[tuple[int, str, str]] = []  # step, label, tooltip
-        self._written: list[tuple[float, str, str]] = []
+        self._written: list[tuple[float, str, str, str]] = []
 
     @property
     def sources(self) -> Sequence[Columns]:
@@ -187,20 +217,23 @@ class StepAxis:
             self._write_markers()
 
     def mark_all(self, marks: Sequence[tuple[int, str, str]]) -> None:
-        """Draws these lines (step, label written along it, tooltip) in every time plot, in place of the former ones."""
+        """Draws these lines (step, label, tooltip), numbered from 1, in every time plot, in place of the former ones."""
         self._marks = list(marks)
         self._write_markers()
 
     def _write_markers(self) -> None:
-        """Writes the markers; of those too close together only the last is labelled."""
+        """Writes the markers; of those too close together only the last has its number in the plots."""
         start, end = step_window(self._step)
         room = LABEL_ROOM * (end - start)
         pairs = pairwise([*self._marks, (math.inf, "", "")])
-        drawn = [(step, label if after - step > room else "", detail) for (step, label, detail), (after, *_) in pairs]
+        drawn = [
+            (step, f"{i}" if after - step > room else "", label, f"{i} · {detail}")
+            for i, ((step, label, detail), (after, *_)) in enumerate(pairs, 1)
+        ]
         if drawn != self._written:
             self._written = drawn
-            texts = {"label": [label for _, label, _ in drawn], "detail": [detail for _, _, detail in drawn]}
-            self.markers.replace([[step] for step, _, _ in drawn], texts)
+            steps, numbers, labels, details = zip(*drawn, strict=True) if drawn else ((), (), (), ())
+            self.markers.replace([[step] for step in steps], {"number": numbers, "label": labels, "detail": details})
 
     def patches(self) -> Patches:
         start, end = step_window(self._step)
@@ -217,13 +250,31 @@ class StepAxis:
         fig.add_tools(PanTool(dimensions="width"), WheelZoomTool(dimensions="width", modifiers={"shift": True}))
         lines = draw.changes(fig, self.marker_source, "step")
         fig.add_tools(HoverTool(renderers=[lines], tooltips="@detail", name=f"{name}.marker_hover"))
+        fig.extra_y_ranges = {"edge": Range1d(start=0, end=1)}  # for what is placed from the bottom to the top
         return fig
 
+    def fit(
+        self, fig: figure, source: str, columns: Sequence[str], *, others: str, zero: bool = True, scaled: str = ""
+    ) -> None:
+        """Asks the page to fit the y range to `columns` of a table in the steps that a reader chose, and to mark at the top
+        edge what is beyond. `others`: the column of other runs' curves; `scaled`: the name of a range in another unit."""
+        tag = {"source": source, "columns": [*columns], "others": others, "zero": zero, "scaled": scaled}
+        fig.y_range.tags = [{"fit": tag}]
+        cut = ColumnDataSource({"step": [], "value": []}, name=f"{fig.name}.cut")
+        look: dict[str, Any] = {"marker": "triangle", "size": 6, "line_alpha": 0, "y_range_name": "edge"}
+        marks = fig.scatter("step", 0.985, source=cut, **look)
+        draw.tint(marks.glyph, fill_color="ink.marker")
+        draw.hover(fig, marks, [("step", "@step"), ("above the plot", "@value{0,0.[00]}")], mode="mouse", below=True)
+
+    def draw_apart(self, fig: figure, table: Columns) -> None:
+        """Draws steps that lines leave out, hollow: a table with columns step, value and why."""
+        points = fig.scatter("step", "value", source=draw.twin(table), size=4, fill_alpha=0, line_alpha=0.6)
+        draw.tint(points.glyph, line_color="ink.faint")
+        draw.hover(fig, points, [("step", "@step, @why"), ("value", "@value{0,0.[00]}")], mode="mouse", below=True)
+
     def label_markers(self, fig: figure) -> None:
-        """Writes the change along each marker, from the top down. Called last, so that it is drawn over the data."""
-        fig.extra_y_ranges = {**fig.extra_y_ranges, "marker": Range1d(start=0, end=1)}
-        look: dict[str, Any] = {"angle": math.pi / 2, "text_align": "right", "text_baseline": "top", "x_offset": 3}
-        place: dict[str, Any] = {"x": "step", "y": 0.99, "y_range_name": "marker"}
-        labels = draw.labels(fig, self.marker_source, "ink.mean", size_px=10, **place, **look)
-        labels.background_fill_alpha = 0.6
+        """Writes its number at the top of each marker; the view bar lists them. Called last, to be drawn over the data."""
+        place: dict[str, Any] = {"x": "step", "y": 1.0, "y_range_name": "edge", "x_offset": 2, "text_baseline": "top"}
+        labels = draw.labels(fig, self.marker_source, "ink.mean", text="number", size_px=10, **place)
+        labels.background_fill_alpha = 0.7
         draw.tint(labels, background_fill_color="ink.gap")

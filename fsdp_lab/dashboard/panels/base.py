@@ -114,6 +114,9 @@ class Key:
     hatch: str = " "  # a Bokeh pattern; "line", "dashes" or "ring" for what is drawn as one
 
 
+APART = Key(label="slowed by measuring", token="ink.faint", hatch="ring")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pin:
     """The step that a card shows, the range of steps that it could show, and whether it holds its step while others come."""

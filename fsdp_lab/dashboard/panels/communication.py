@@ -14,15 +14,15 @@ from fsdp_lab.base.events import Carrier, Traffic
 from fsdp_lab.base.formatting import duration, median_known, traffic
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.panels import draw
-from fsdp_lab.dashboard.panels.axis import STEP_LIMIT, StepAxis, ZeroRange
-from fsdp_lab.dashboard.panels.base import Captions, Columns, Key, Panel, Patches
+from fsdp_lab.dashboard.panels.axis import STEP_LIMIT, Apart, StepAxis, ZeroRange, calm
+from fsdp_lab.dashboard.panels.base import APART, Captions, Columns, Key, Panel, Patches
 from fsdp_lab.runs.steps import Step
 from fsdp_lab.spec.link import format_rate
 
 KINDS = tuple(theme.COMMUNICATION)
 TOKENS = tuple(f"communication.{kind}" for kind in KINDS)
 RECENT_STEPS = 20
-AREAS = "Areas: issue to completion, overlapped time included."
+AREAS = "Areas: issue to completion (in flight), overlapped time included."
 BARS_EVERY_S = 0.5  # medians change too slowly to be painted ten times a second
 
 
@@ -43,13 +43,14 @@ class CommunicationPanel(Panel):
         self._now = Columns("communication.now", now, texts=["label", "color", "place"], limit=world_size)
         self._ranks = draw.RanksByHost("communication.now", world_size)
         self._over = Columns("communication.steps", ["step", *KINDS, "exposed", "total", "step_ms"], limit=STEP_LIMIT)
+        self._apart = Apart()
+        self._slowed = Columns("communication.apart", ["step", "value"], texts=["why"], limit=STEP_LIMIT)
         self._now_range, self._over_range = ZeroRange(headroom=1.5, slack=0.5), ZeroRange()
         self._recent: deque[Step] = deque(maxlen=RECENT_STEPS)
-        self._ordinary: deque[float] = deque(maxlen=STEP_LIMIT)  # ms per step, of the steps that count
         self._drawn_s = 0.0  # when the bars were drawn
         self._seen: set[str] = set()  # kinds that have occurred
         self._carriers: tuple[Carrier, ...] = ()
-        self.sources = (self._now, self._over)
+        self.sources = (self._now, self._over, self._slowed)
         self.root = row(self._draw_now(), self._draw_over(frame), sizing_mode="stretch_width", spacing=16)
 
     def _draw_now(self) -> figure:
@@ -71,9 +72,11 @@ class CommunicationPanel(Panel):
         draw.paint_stack(fig.varea_stack(list(KINDS), x="step", source=source), TOKENS, line=False)
         frame.overlays.draw(fig, "exposed_ms", seam=True)
         # A seam sets the line apart from the areas.
-        for width, token in ((draw.LINE_PX + 3, "ink.gap"), (draw.LINE_PX, "ink.mean")):
+        for width, token in ((draw.LINE_PX + 3, "ink.gap"), (draw.LINE_PX, "timeline.waiting")):
             draw.line(fig, source, "exposed", token, line_width=width)
         total = fig.line("step", "total", source=source, line_alpha=0)
+        frame.draw_apart(fig, self._slowed)
+        frame.fit(fig, self._over.name, ["total", "exposed"], others="exposed_ms")
         frame.label_markers(fig)
         rows = [(theme.COMMUNICATION[k].label, f"@{k}{{0,0.00}} ms") for k in KINDS]
         times = [("all", "@total{0,0.00} ms"), ("exposed", "@exposed{0,0.00} ms"), ("step time", "@step_ms{0,0.0} ms")]
@@ -90,23 +93,26 @@ class CommunicationPanel(Panel):
             if s.counts or not self._recent:
                 self._recent.append(s)
             self._seen.update(k for e in s.events for k in e.comm if e.comm[k].calls)
-        rows = []
+        rows, slowed = [], []
         for s in steps:
             kinds = [fmean(_of(e.comm, k).seconds for e in s.events) * 1e3 for k in KINDS]
             exposed = fmean(e.exposed_comm_s for e in s.events) * 1e3
-            rows.append([s.number, *kinds, exposed, sum(kinds), s.step_time_s * 1e3])
+            if reason := self._apart.reason(s):
+                slowed.append((s.number, exposed, reason))
+            else:
+                rows.append([s.number, *kinds, exposed, sum(kinds), s.step_time_s * 1e3])
         self._over.append(rows)
+        self._slowed.append([row[:2] for row in slowed], {"why": [why for *_, why in slowed]})
         now_s = steps[-1].events[0].end_unix_s
         if now_s - self._drawn_s >= BARS_EVERY_S or len(self._recent) < RECENT_STEPS:
             self._drawn_s = now_s
             self._write_now()
-        self._ordinary.extend(r[-2] for r, s in zip(rows, steps, strict=True) if s.counts)
         self.cover()
         self._captions = self._describe()
 
     def cover(self) -> None:
-        # The first step after a change may be outside the range.
-        self._over_range.cover(np.concatenate([np.array(self._ordinary), self._frame.others("exposed_ms")]))
+        own = np.fmax(self._over.column("total"), self._over.column("exposed"))
+        self._over_range.cover(np.concatenate([calm(own), self._frame.others("exposed_ms")]))
 
     def _write_now(self) -> None:
         rows = []
@@ -126,16 +132,18 @@ class CommunicationPanel(Panel):
         seconds = median(fmean(sum(t.seconds for t in e.comm.values()) for e in s.events) for s in recent)
         link = median(fmean(sum(t.link_bytes for t in e.comm.values()) for e in s.events) for s in recent)
         exposed = median_known(fmean(e.exposed_comm_s for e in s.events) for s in recent)
-        share = 100 * exposed / median(s.step_time_s for s in recent)
-        part = f", {duration(exposed)} of it exposed ({share:.0f} % of the step)" if math.isfinite(exposed) else ""
+        step_s = median(s.step_time_s for s in recent)
+        share = 100 * exposed / step_s
+        part = f"{duration(exposed)} exposed of {duration(step_s)} ({share:.0f} %); " if math.isfinite(exposed) else ""
         legend = [draw.fill_key(token) for kind, token in zip(KINDS, TOKENS, strict=True) if kind in self._seen]
-        waited = Key(label="exposed: computing waits", token="ink.mean", hatch="line")
+        waited = Key(label="exposed: computing waits", token="timeline.waiting", hatch="line")
+        slowed = (APART,) if len(self._slowed) else ()
         # Such as "Between ranks over shared memory, 3.9 GB/s a rank."
         ways = [f"between {c.between} over {c.name}, {format_rate(c.bytes_per_s)} a rank" for c in self._carriers]
         told = "; ".join(ways) + ". " if ways else ""
         return Captions(
-            reading=f"{duration(seconds)} per step{part}; {traffic(link)} over each rank's link",
-            legend=(*legend, waited),
+            reading=f"{part}{duration(seconds)} in flight; {traffic(link)} a rank; median of {RECENT_STEPS}",
+            legend=(*legend, waited, *slowed),
             note=f"{told[:1].upper()}{told[1:]}{self._between_hosts(recent)}{AREAS}",
         )
 

@@ -3,21 +3,31 @@
 import math
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-from bokeh.models import ColumnDataSource
+from bokeh.models import ColumnDataSource, Range1d
 from bokeh.plotting import figure
 
 from fsdp_lab.base.events import StepEvent
-from fsdp_lab.base.formatting import count, duration, figures, known_or_dash
+from fsdp_lab.base.formatting import count, duration, figures, flop_rate, known_or_dash
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.panels import base, draw
-from fsdp_lab.dashboard.panels.axis import SMOOTH_STEPS, STEP_LIMIT, SpanRange, StepAxis, ZeroRange
-from fsdp_lab.dashboard.panels.base import Captions, Cell, Columns, Key, Numbers, Panel, Patches, Prediction
+from fsdp_lab.dashboard.panels.axis import SMOOTH_STEPS, STEP_LIMIT, Apart, SpanRange, StepAxis, ZeroRange, calm
+from fsdp_lab.dashboard.panels.base import (
+    APART,
+    Captions,
+    Cell,
+    Columns,
+    Key,
+    Numbers,
+    Panel,
+    Patches,
+    Prediction,
+)
 from fsdp_lab.runs.evaluation import in_words
 from fsdp_lab.runs.steps import Step
 from fsdp_lab.runs.summary import Peaks
@@ -26,26 +36,54 @@ POINT_PX = 7
 MOST_EVALUATIONS, MOST_PROMPTS = 5, 4
 LONGEST = 400  # characters of a text in a cell; the rest is in its tooltip
 SMALL_LOSS = 0.01
+LEAST_TFLOPS = 0.1  # below it the unit is GFLOPS
 
 
 class CurvePanel(Panel):
     """A time plot of one measure, over the same measure of other runs. A subclass draws its curves and tooltips, writes a
-    row for each step, describes it after the last step, and says what the y range must hold."""
+    row for each step, describes it after the last step, and says what the y range must hold. A step slowed by measuring has
+    its row in a table of its own, and is drawn hollow, where `value_of` gives a value."""
 
     measure: str  # the column of `axis.CURVE`
     others: str = ""  # what the curves of other runs are, in the legend
     texts: Sequence[str] = ()  # columns of texts
+    fitted: Sequence[str]  # columns that the y range holds
+    zero = True  # whether the y range begins at zero
+    timed = True  # whether it is a measure of time, which measuring changes
+    scaled = ""  # the y range of the other runs' curves, if it is not that of the plot
 
     def __init__(self, frame: StepAxis, y_label: str, columns: Sequence[str]) -> None:
         super().__init__()
         self._frame = frame
         self._range: ZeroRange | SpanRange = ZeroRange()
         self._table = Columns(f"{self.name}.steps", ["step", *columns], texts=self.texts, limit=STEP_LIMIT)
-        self.sources = (self._table,)
+        self._apart = Apart()
+        self._slowed = Columns(f"{self.name}.apart", ["step", "value"], texts=["why"], limit=STEP_LIMIT)
+        self.sources = (self._table, self._slowed) if self.timed else (self._table,)
         self.root: figure = frame.plot(self.name, y_label)
         self.root.yaxis.name = f"{self.name}.axis"
         self._draw(self.root, draw.twin(self._table))
+        if self.timed:
+            frame.draw_apart(self.root, self._slowed)
+        frame.fit(self.root, self._table.name, self.fitted, others=self.measure, zero=self.zero, scaled=self.scaled)
         frame.label_markers(self.root)
+
+    def _ordinary(self, steps: Sequence[Step], value: Callable[[Step], float]) -> list[Step]:
+        """The steps that the lines show; of the others, writes what is drawn hollow."""
+        told = [(s, self._apart.reason(s)) for s in steps]
+        slowed = [(s, why) for s, why in told if why]
+        self._slowed.append([[s.number, value(s)] for s, _ in slowed], {"why": [why for _, why in slowed]})
+        return [s for s, why in told if not why]
+
+    def _draw_smooth(self, fig: figure, column: str, *plain: Any) -> None:
+        """Adds the line of the smoothing that a reader chose, which the page computes; `plain` is what it replaces."""
+        source = ColumnDataSource({"step": [], "value": []}, name=f"{self.name}.smooth")
+        source.tags = [{"smooth": {"source": self._table.name, "column": column}}]
+        draw.line(
+            fig, source, "value", "ink.mean", line_width=draw.LINE_PX, visible=False, name=f"{self.name}.smoothed"
+        )
+        for renderer in plain:
+            renderer.name = f"{self.name}.plain"
 
     @abstractmethod
     def _draw(self, fig: figure, source: ColumnDataSource) -> None: ...
@@ -81,6 +119,7 @@ class LossPanel(CurvePanel):
     title = "Loss"
     tab = "loss"
     texts = ("evaluation", "rate")
+    fitted, zero, timed = ("loss", "eval_loss"), False, False
 
     def __init__(self, frame: StepAxis, world_size: int) -> None:
         super().__init__(frame, "loss", ["loss", "grad_norm", "eval_loss"])
@@ -90,6 +129,7 @@ class LossPanel(CurvePanel):
     def _draw(self, fig: figure, source: ColumnDataSource) -> None:
         self._frame.overlays.draw(fig, "loss")
         line = draw.line(fig, source, "loss", "ink.mean", line_width=draw.LINE_PX)
+        self._draw_smooth(fig, "loss", line)
         rows = [("loss", "@loss{0.0000}"), ("gradient norm", "@grad_norm{0.000}"), ("learning rate", "@rate")]
         draw.hover(fig, line, [("step", "@step"), *rows])
         points = fig.scatter(
@@ -125,16 +165,17 @@ class LossPanel(CurvePanel):
         return {**super().patches(), "loss.axis": {"axis_label": unit}}
 
     def _shown(self) -> Sequence[Numbers]:
-        return self._table.column("loss"), self._table.column("eval_loss")
+        return calm(self._table.column("loss")), self._table.column("eval_loss")
 
 
 class ThroughputPanel(CurvePanel):
-    """Tokens or samples a second of all ranks over steps: of each step, the median of the last nine ordinary ones, and the
+    """Tokens or samples a second of all ranks over steps: of each step, the median of the last ordinary ones, and the
     predicted rate where this machine is calibrated."""
 
     name = "throughput"
     title = "Throughput"
     measure = "tokens_per_s"
+    fitted = ("tokens_per_s",)
 
     def __init__(self, frame: StepAxis, world_size: int) -> None:
         super().__init__(frame, "tokens/s, all ranks", ["tokens_per_s", "median_tokens_per_s", "step_ms"])
@@ -145,19 +186,22 @@ class ThroughputPanel(CurvePanel):
     def _draw(self, fig: figure, source: ColumnDataSource) -> None:
         each = draw.line(fig, source, "tokens_per_s", "ink.faint", line_width=1)
         self._frame.overlays.draw(fig, "tokens_per_s")
-        draw.line(fig, source, "median_tokens_per_s", "ink.mean", line_width=draw.LINE_PX)
-        rates = [("a second", "@tokens_per_s{0,0}"), ("median of 9", "@median_tokens_per_s{0,0}")]
+        middle = draw.line(fig, source, "median_tokens_per_s", "ink.mean", line_width=draw.LINE_PX)
+        self._draw_smooth(fig, "tokens_per_s", middle)
+        rates = [("a second", "@tokens_per_s{0,0}"), (f"median of {SMOOTH_STEPS}", "@median_tokens_per_s{0,0}")]
         draw.hover(fig, each, [("step", "@step"), *rates, ("step time", "@step_ms{0,0.0} ms")])
         fig.add_layout(draw.limit_line("throughput.predicted", "width", dash="3 3"))
 
     def _write(self, steps: Sequence[Step]) -> None:
         rows = []
+        ordinary = {s.number for s in self._ordinary(steps, lambda s: s.tokens_per_s)}
         for s in steps:
             if s.events[0].first_after_switch:
                 self._recent.clear()  # the median must not mix two strategies
             if s.counts:
                 self._recent.append((s.tokens_per_s, s.step_time_s))
-            rows.append([s.number, s.tokens_per_s, self._medians[0], s.step_time_s * 1e3])
+            if s.number in ordinary:
+                rows.append([s.number, s.tokens_per_s, self._medians[0], s.step_time_s * 1e3])
         self._spec_id = steps[-1].spec_id
         self._table.append(rows)
 
@@ -174,10 +218,11 @@ class ThroughputPanel(CurvePanel):
             return self._captions
         tokens_per_s, step_s = self._medians
         return Captions(
-            reading=f"{count(tokens_per_s)} {self._frame.counted}/s, {duration(step_s)} a step",
+            reading=f"{count(tokens_per_s)} {self._frame.counted}/s, {duration(step_s)} a step, median of {SMOOTH_STEPS}",
             legend=(
                 Key(label="each step", token="ink.faint", hatch="line"),
-                Key(label="median of 9", token="ink.mean", hatch="line"),
+                Key(label=f"median of {SMOOTH_STEPS}", token="ink.mean", hatch="line"),
+                *((APART,) if len(self._slowed) else ()),
             ),
         )
 
@@ -193,7 +238,7 @@ class ThroughputPanel(CurvePanel):
 
     def _shown(self) -> Sequence[Numbers]:
         predicted = [] if self._predicted is None else [self._predicted]
-        return self._table.column("median_tokens_per_s"), np.array(predicted)
+        return calm(self._table.column("tokens_per_s")), np.array(predicted)
 
     def patches(self) -> Patches:
         line = {"visible": self._predicted is not None, "location": self._predicted or 0.0}
@@ -218,9 +263,12 @@ class TflopsPanel(CurvePanel):
     name = measure = "tflops"
     title = "Compute"
     others = "mean"
+    fitted: Sequence[str] = ("mean",)
+    scaled = "tflops.tera"
 
     def __init__(self, frame: StepAxis, world_size: int) -> None:
         self.world_size = world_size
+        self._per_unit: float | None = None  # the table's unit in TFLOPS: 1, or where rates are small 0.001
         self._ranks = [f"rank_{r}" for r in range(world_size)] if world_size <= theme.MOST_LINES else []
         self._recent: deque[float] = deque(maxlen=SMOOTH_STEPS)
         self._peaks = Peaks()
@@ -230,7 +278,8 @@ class TflopsPanel(CurvePanel):
         super().__init__(frame, "model TFLOPS per rank", columns)
 
     def _draw(self, fig: figure, source: ColumnDataSource) -> None:
-        self._frame.overlays.draw(fig, "tflops")
+        fig.extra_y_ranges |= {"tera": Range1d(start=0, end=1, name=self.scaled)}
+        self._frame.overlays.draw(fig, "tflops", y_range_name="tera")
         if self._ranks:
             for r, column in enumerate(self._ranks):
                 look: dict[str, Any] = {"line_color": theme.rank_color(r), "line_dash": theme.RANK_DASHES[r]}
@@ -242,7 +291,7 @@ class TflopsPanel(CurvePanel):
             draw.tint(band.glyph, fill_color="ink.band")
             mean = draw.line(fig, source, "mean", "ink.mean", line_width=draw.LINE_PX)
             named = {name: name for name in ("mean", "least", "most")}
-        rows = [(label, f"@{column}{{0.0000}}") for label, column in named.items()]
+        rows = [(label, f"@{column}{{0,0.00}}") for label, column in named.items()]
         shares = [("MFU, mean", "@mfu_percent{0.0} %"), ("HFU, mean", "@hfu_percent{0.0} %")]
         draw.hover(fig, mean, [("step", "@step"), *rows, *shares])
 
@@ -255,27 +304,41 @@ class TflopsPanel(CurvePanel):
         self._peak = (fmean(flops_per_s for flops_per_s, _ in peaks), peaks[0][1]) if known else None
         last = steps[-1].events[0]
         self._hardware = last.hardware_flops / last.flops if last.flops else 1.0
-        self._table.append([self._row(s) for s in steps])
+        if self._per_unit is None and math.isfinite(rate := _mean_tflops(steps[-1])):
+            self._per_unit = 1.0 if rate >= LEAST_TFLOPS else 1e-3
+        for s in steps:
+            if s.events[0].first_after_switch:
+                self._recent.clear()
+            if s.counts:
+                self._recent.append(_mean_tflops(s))
+        ordinary = self._ordinary(steps, lambda s: _mean_tflops(s) / (self._per_unit or 1.0))
+        self._table.append([self._row(s) for s in ordinary])
 
     def _row(self, s: Step) -> list[float]:
-        by_rank = {e.rank: e.tflops for e in s.events}
+        by_rank = {e.rank: e.tflops / (self._per_unit or 1.0) for e in s.events}
         mean = fmean(by_rank.values())
-        if s.events[0].first_after_switch:
-            self._recent.clear()
-        if s.counts:
-            self._recent.append(mean)
         shares = _percent(map(self._peaks.mfu, s.events)), _percent(map(self._peaks.hfu, s.events))
         ranks = [by_rank.get(rank, math.nan) for rank in range(len(self._ranks))]
         return [s.number, mean, min(by_rank.values()), max(by_rank.values()), *shares, *ranks]
 
     def _shown(self) -> Sequence[Numbers]:
-        return (self._table.column("most" if self._ranks else "mean")[-300:],)
+        return (calm(self._table.column("most" if self._ranks else "mean")[-300:]),)
+
+    def cover(self) -> None:
+        others = self._frame.others(self.measure) / (self._per_unit or 1.0)
+        self._range.cover(np.concatenate([*self._shown(), others]))
+
+    def patches(self) -> Patches:
+        unit = "GFLOPS" if self._per_unit == 1e-3 else "TFLOPS"
+        tera = {"start": 0.0, "end": self._range.end * (self._per_unit or 1.0)}
+        label = {"axis_label": f"model {unit} per rank"}
+        return {**super().patches(), self.scaled: tera, "tflops.axis": label}
 
     def _describe(self, last: Step) -> Captions:
         if not self._recent:
             return self._captions
         tflops = median(self._recent)
-        reading, note = f"{figures(tflops)} TFLOPS per rank", ""
+        reading, note = f"{flop_rate(tflops * 1e12)} per rank", ""
         if self._peak is not None:
             peak, source = self._peak
             mfu = 100 * tflops * 1e12 / peak
@@ -283,14 +346,19 @@ class TflopsPanel(CurvePanel):
             if self._hardware > 1:
                 reading += f", {self._hardware * mfu:.0f} % HFU"
             what = "HFU counts recompute; both are" if self._hardware > 1 else "MFU is"
-            note = f"{what} relative to {figures(peak / 1e12)} TFLOPS a rank{f' ({source})' if source else ''}."
+            note = f"{what} relative to {flop_rate(peak)} a rank{f' ({source})' if source else ''}."
         mean = Key(label="mean of ranks", token="ink.mean", hatch="line")
         legend: tuple[Key, ...] = (mean, Key(label="least to most", token="ink.band"))
         if self._ranks:
             hatches = ["line" if dash == "solid" else "dashes" for dash in theme.RANK_DASHES]
             ranks = range(self.world_size)
             legend = tuple(Key(label=f"rank {r}", color=theme.rank_color(r), hatch=hatches[r]) for r in ranks)
-        return Captions(reading=reading, legend=legend, note=note)
+        slowed = (APART,) if len(self._slowed) else ()
+        return Captions(reading=f"{reading}, median of {SMOOTH_STEPS}", legend=(*legend, *slowed), note=note)
+
+
+def _mean_tflops(step: Step) -> float:
+    return fmean(e.tflops for e in step.events)
 
 
 def _loss(loss: float) -> str:

@@ -153,11 +153,13 @@ def quads(fig: figure, source: ColumnDataSource, **look: Any) -> Any:
     return fig.quad(left="left", right="right", top="top", bottom="bottom", source=source, **look)
 
 
-def labels(fig: figure, source: ColumnDataSource, token: str, *, size_px: int = 11, **look: Any) -> Any:
-    """Writes the text of column `label` for each row of a source; returns the glyph."""
-    text = fig.text(text="label", source=source, text_font_size=f"{size_px}px", **look)
-    tint(text.glyph, text_color=token)
-    return text.glyph
+def labels(
+    fig: figure, source: ColumnDataSource, token: str, *, text: str = "label", size_px: int = 11, **look: Any
+) -> Any:
+    """Writes the text of a column for each row of a source; returns the glyph."""
+    glyphs = fig.text(text=text, source=source, text_font_size=f"{size_px}px", **look)
+    tint(glyphs.glyph, text_color=token)
+    return glyphs.glyph
 
 
 def sign_bars(fig: figure, source: ColumnDataSource, *, y: str, end: str) -> None:
@@ -167,10 +169,14 @@ def sign_bars(fig: figure, source: ColumnDataSource, *, y: str, end: str) -> Non
     labels(fig, source, "ink.peak", x=end, y=y, x_offset=7, text_baseline="middle")
 
 
-def hover(fig: figure, renderer: Any, rows: Rows, *, mode: Literal["mouse", "vline"] = "vline") -> None:
-    """A tooltip over a renderer or a list of them."""
+def hover(
+    fig: figure, renderer: Any, rows: Rows | str, *, mode: Literal["mouse", "vline"] = "vline", below: bool = False
+) -> None:
+    """A tooltip over a renderer or a list of them: rows, or HTML; beside the pointer or below it."""
     renderers = renderer if isinstance(renderer, list) else [renderer]
-    fig.add_tools(HoverTool(renderers=renderers, tooltips=list(rows), mode=mode, attachment="horizontal"))
+    told: Any = rows if isinstance(rows, str) else list(rows)
+    tool = HoverTool(renderers=renderers, tooltips=told, mode=mode, attachment="below" if below else "horizontal")
+    fig.add_tools(tool)
 
 
 def hover_bars(fig: figure, source: ColumnDataSource, rows: Rows, *, right: str, y: str, height: float) -> None:

@@ -229,7 +229,7 @@ class MemoryLanes:
         fig.yaxis.name = "memory.over.axis"
         fig.yaxis.ticker = FixedTicker(ticks=[at for at, _ in self._ticks()])
         fig.ygrid.visible = False
-        fig.extra_y_ranges = {
+        fig.extra_y_ranges |= {
             f"{kind}_{i}": Range1d(start=0, end=1, name=f"memory.over.lane_{i}{suffix}")
             for kind, suffix in (("lane", ""), ("mib", ".mib"))
             for i in range(self._lanes)

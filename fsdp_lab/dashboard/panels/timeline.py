@@ -5,6 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,10 @@ ROW_GAP = 0.12  # of a row's height
 MOST_ROWS = 4  # for overlapping spans of a track; more of them cover each other
 MOST_SPANS = 6000  # drawn; the shortest are left out
 REDRAW_S = 0.4
-RANGE_STEPS = 8  # the x range holds the longest of this many last steps
+RANGE_STEPS, HELD_STEPS = 8, 3  # the x range holds the median of the last 8, each of the last 3, and what is shown
+# Nothing of a span leaves an empty row.
+TOOLTIP = """<b>@what</b> @unit<br>rank @rank, @ms{0,0.00} ms, from @left{0,0.00} ms
+<div style="max-width: 340px">@more</div>"""
 
 # Track -> theme token, unless the name of a span decides; in the order of rows in a lane, from the top.
 TRACK_TOKENS: Mapping[Track, str] = {
@@ -60,7 +64,7 @@ class TimelinePanel(Panel):
         self.lanes = world_size if self._all else 3
         self._clock = clock
         place = ["left", "right", "top", "bottom"]
-        texts = ["fill", "what", "unit", "link", "bandwidth", "group"]
+        texts = ["fill", "what", "unit", "more"]
         self._spans = Columns("timeline.spans", [*place, "ms", "rank"], texts=texts, limit=MOST_SPANS)
         self._lanes = Columns("timeline.lanes", [*place, "rank"], texts=["color", "label"], limit=self.lanes)
         self._traced: deque[Step] = deque()
@@ -100,9 +104,7 @@ class TimelinePanel(Panel):
             # A short span is seen by its outline.
             draw.paint_fill(bars.glyph, token, outline=token if draw.FILLS[token].hatch == " " else "ink.faint")
             drawn.append(bars)
-        times = {"time": "@ms{0,0.00} ms, from @left{0,0.00} ms"}
-        names = ("rank", "what", "unit", "time", "link", "bandwidth", "group")
-        draw.hover(fig, drawn, [(name, times.get(name, f"@{name}")) for name in names], mode="mouse")
+        draw.hover(fig, drawn, TOOLTIP, mode="mouse", below=True)
         return fig
 
     def patches(self) -> Patches:
@@ -173,7 +175,9 @@ class TimelinePanel(Panel):
             self._spec_id, self._tracks, self._tokens = spec_id, set(), set()
         for lane in lanes.values():
             self._tracks.update(s.track for s in lane.spans)
-        self._range.cover(np.array([*self._lengths, 1e3 * timeline.seconds]))
+        usual_ms = median(self._lengths) if self._lengths else 0.0
+        newest_ms = list(self._lengths)[-HELD_STEPS:]  # a slow one does not move the axis to and fro
+        self._range.cover(np.array([usual_ms, *newest_ms, 1e3 * timeline.seconds]))
         half = LANE / 2
         rows = [[1e3 * a.begin_s, 1e3 * a.end_s, at - half, at + half, a.rank] for at, a in lanes.items()]
         colors = [theme.rank_color(lane.rank) if self._all else draw.NEUTRAL for lane in lanes.values()]
@@ -210,7 +214,7 @@ class TimelinePanel(Panel):
         if (surplus := sum(len(lane.spans) for lane in lanes) - MOST_SPANS) > 0:
             notes.append(f"The {surplus:,} shortest spans are not drawn.")
         self._captions = Captions(
-            reading=("pinned · " if held else "") + self._reading(timeline),
+            reading=f"{'pinned ·' if held else 'traced'} {self._reading(timeline)}",
             legend=tuple(draw.fill_key(token) for token in DRAWN_TOKENS if token in self._tokens),
             note=" ".join([*notes, *filter(None, timeline.remarks)]),
             pin=Pin(step=shown.number, held=held, oldest=oldest, newest=newest, kept=len(self._traced)),
@@ -241,17 +245,17 @@ def _in_rows(spans: Sequence[Span]) -> list[tuple[Span, int, int]]:
 
 
 def _span_texts(s: Span) -> tuple[str, ...]:
-    """The text columns of a span: fill, what, unit, link, bandwidth, group."""
+    """The text columns of a span: fill, what, unit, and what else is known of it."""
     named = s.name.replace("_", "-")
     is_named = s.track is Track.COMPUTE and s.name in theme.COMPUTE
     token = f"timeline.{s.name}" if is_named else TRACK_TOKENS[s.track]
     what = {Track.WAIT: f"waits for {named}", Track.COMPUTE: named}.get(s.track, TRACK_NAMES[s.track])
-    link = traffic(s.link_bytes) if s.link_bytes else "–"
+    link = traffic(s.link_bytes) if s.link_bytes else ""
     bus, algorithm = s.bus_bytes_per_s, s.algorithm_bytes_per_s
     rates = [f"{figures(value / 1e9)} GB/s {kind}" for kind, value in (("bus", bus), ("algorithm", algorithm)) if value]
-    speed = ", ".join(rates) if s.track is not Track.WAIT and rates else "–"
-    group = f"{s.dtype}, {s.size} ranks".removeprefix(", ") if s.ordinal >= 0 else "–"
-    return token, what, s.unit or "–", link, speed, group
+    group = f"{s.dtype}, {s.size} ranks".removeprefix(", ") if s.ordinal >= 0 else ""
+    more = ", ".join(filter(None, [link, *(rates if s.track is not Track.WAIT else ()), group]))
+    return token, what, s.unit, more
 
 
 def _count(step: Step) -> int:
