@@ -6,10 +6,9 @@ new Spec, which turns "pending" into "applied at step k". Handlers run on the th
 `tick` on the tick thread; one lock orders them. Nothing here waits for a rank.
 """
 
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
@@ -48,7 +47,7 @@ HELD = "The ranks hold what was trained up to step {step:,}."
 IDLE = "Press Start to train."
 RESTARTS = "With another {field} training begins at step 0, with the next start: press Stop, and Start over."
 CLOSED = "The lab is closed. Make another one and run this cell again."
-SHOWN_STEPS = 20  # for which it is said that a choice was applied
+FRESH_STEPS = 20  # after which an applied choice is no longer marked as new
 
 
 @dataclass(kw_only=True)
@@ -205,14 +204,8 @@ class Controls(InputForm):
             self._too_large = wanted
             raise e.with_way_out("press Start again to start it all the same") from e
         self._sent.clear()
-        self._forget_applied()
+        self.choices.note([n for n, note in self.choices.notes.items() if note.step is not None], ChoiceState.IDLE, "")
         self._await(waiting, wanted, run, None)
-
-    def _forget_applied(self, before: float = math.inf) -> None:
-        """Drops the notes on what was applied at an earlier step than that."""
-        notes = self.choices.notes
-        old = [n for n, note in notes.items() if note.step is not None and note.step < before]
-        self.choices.note(old, ChoiceState.IDLE, "")
 
     def begin(self, start: Callable[[Mapping[str, Any]], Run]) -> None:
         """Shows a run that was not started by Start: `start` is given the choices that wait for one, and may raise."""
@@ -254,8 +247,9 @@ class Controls(InputForm):
                 self._ranks = ranks
                 if active_run(self._lab) is None and ranks != self.choices.wanted.world_size:
                     self._send(self.choices.choose(world_size=ranks, devices=None))
-            if run is not None and not run.state.over:
-                self._forget_applied(run.step - SHOWN_STEPS)
+            for name, note in self.choices.notes.items():
+                if run is not None and note.state is ChoiceState.APPLIED and (note.step or 0) < run.step - FRESH_STEPS:
+                    self.choices.notes[name] = replace(note, state=ChoiceState.IDLE)
             changed = before != (self.choices.notes, self.choices.wanted)
             (self._show if changed else self._show_state)()
 

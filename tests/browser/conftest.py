@@ -90,6 +90,7 @@ def show(warm: Notebook, watched: Callable[[Notebook], None]) -> Iterator[Callab
         warm.theme("JupyterLab Light")
         warm.show(FAKE.format(lab=lab))
         desk.wait_drawn()
+        desk.tab("loss")  # the page remembers that of the test before
         return desk
 
     watched(warm)

@@ -23,7 +23,7 @@ class ComparisonPage(DashboardPage):
         return self.row(label).locator("td").nth(column).inner_text().strip()
 
     def pin(self, label: str) -> None:
-        self.button("Pin").click()
+        self.button(f"Keep as {label}").click()
         self.row(label).wait_for()
 
     def chip(self, field: str, value: str) -> Locator:
@@ -54,6 +54,7 @@ def opened(show) -> ComparisonPage:
 
 @pytest.mark.slow
 def test_pin_toggle_pin_compare_unpin_load_the_page_again_and_compare_by_the_form(opened: ComparisonPage):
+    opened.tab("compare")
     assert not opened.card.is_visible()
     opened.pin("A")
     assert opened.card.is_visible() and opened.cell("A", 2) == "baseline"
@@ -61,13 +62,15 @@ def test_pin_toggle_pin_compare_unpin_load_the_page_again_and_compare_by_the_for
     assert opened.visible_overlays("loss") == ["loss.overlay.0"]
     opened.choose("sharding", "shard_grad_op")
     opened.wait_note("sharding", r"applied at step \d+")
-    opened.wait_steps_more(8)
+    opened.page.locator(".fsdp-difference", has_text=re.compile(r"A → shard_grad_op: time (≈ )?×[\d.]+ \(")).wait_for()
     opened.pin("B")
-    assert opened.cell("B", 1).startswith("shard_grad_op")
+    opened.card.locator("th", has_text="time / B").wait_for()  # what is kept last is compared with
+    assert opened.cell("B", 1).startswith("shard_grad_op") and re.match("(≈ )?×", opened.cell("A", 4))
+    opened.row("A").locator(".fsdp-press-baseline").click()
+    opened.card.locator("th", has_text="time / A").wait_for()
     assert "not comparable" in opened.cell("B", 2)  # of the same run: no step in common
     opened.row("B").locator(".fsdp-press-baseline").click()
     opened.card.locator("th", has_text="time / B").wait_for()
-    assert opened.cell("B", 2) == "baseline" and re.match("(≈ )?×", opened.cell("A", 4))
     opened.row("A").locator(".fsdp-press-unpin").click()
     opened.row("A").wait_for(state="detached")
     assert opened.visible_overlays("loss") == ["loss.overlay.1"]
@@ -77,9 +80,10 @@ def test_pin_toggle_pin_compare_unpin_load_the_page_again_and_compare_by_the_for
     opened.wait_drawn()
     opened.row("B").wait_for()
     assert opened.visible_overlays("loss") == ["loss.overlay.1"]
-    opened.page.locator(".fsdp-card-loss").scroll_into_view_if_needed()
+    opened.tab("loss")
     opened.wait_steps_drawn(last)
     assert opened.step() == last, "the whole history is back"
+    opened.tab("compare")
     opened.start()  # and it is alive: another run begins at step 0
     opened.row("B").locator(".fsdp-press-unpin").click()
     opened.wait_step(12)
@@ -88,7 +92,6 @@ def test_pin_toggle_pin_compare_unpin_load_the_page_again_and_compare_by_the_for
 
 def compare_by_its_form(opened: ComparisonPage):
     """What can run is said before, its progress meanwhile; the run that was suspended for it goes on afterwards."""
-    opened.button("Compare…").click()
     for field, value in (("sharding", "no_shard"), ("backend", "ddp")):
         opened.chip(field, value).click()
     said = opened.page.locator(".fsdp-sweep-said:visible").first

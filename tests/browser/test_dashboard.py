@@ -42,7 +42,7 @@ def test_start_toggle_refuse_stop_look_and_scroll(opened):
     opened.button("Resume").click()
     opened.wait_state("running")
     last = opened.stop()
-    opened.page.locator(".fsdp-card-loss").scroll_into_view_if_needed()
+    opened.tab("loss")
     opened.wait_steps_drawn(last)
 
     opened.button("Continue").click()
@@ -50,7 +50,7 @@ def test_start_toggle_refuse_stop_look_and_scroll(opened):
     opened.choose("model", "gpt2-10m")
     opened.page.locator(".fsdp-notice:visible", has_text="With another model training begins at step 0").wait_for()
     opened.choose("model", "gpt2-1m")
-    opened.page.locator(".fsdp-notice").wait_for(state="hidden")
+    opened.page.locator(".fsdp-notice:visible").wait_for(state="hidden")
     opened.button("Stop").click()
     opened.button("Start over").wait_for()
     said = opened.notebook.execute("print(lab.begun[-1], lab.current.spec.workload.model)")
@@ -70,7 +70,9 @@ def test_start_toggle_refuse_stop_look_and_scroll(opened):
         now = opened.page.wait_for_function(colours).json_value()  # the plots may just be built anew
         assert seen.setdefault(theme, now) == now
     assert all(a != b for a, b in zip(seen["Light"], seen["Dark"], strict=True))
+    opened.tab("loss")
     opened.page.set_viewport_size({"width": 1280, "height": 500})
+    opened.page.locator(".fsdp-controls").scroll_into_view_if_needed()
     opened.start()
     opened.wait_step(3)
     opened.page.evaluate(f"() => {model('frame.x')}.setv({{start: 1, end: 7}})")
@@ -92,10 +94,12 @@ def test_all_that_can_be_pressed_answers_while_a_cell_is_busy(opened):
     opened.wait_step(5)
     opened.choose("micro batch", "8")
     opened.wait_note("micro batch", r"applied at step \d+")
+    opened.tab("timeline")
     opened.page.locator(".fsdp-card-timeline .fsdp-hold").click()
     opened.wait_reading("timeline", "^pinned · step")
     opened.button("Stop").click()
     opened.wait_state("stopped")
+    opened.tab("slow")
     for word, said in (("Next", "halted"), ("Stop", "is over, its loss was")):
         opened.page.locator(".fsdp-slow button.fsdp-slow-button", has_text=word).first.click()
         opened.page.locator(".fsdp-slow .fsdp-state-line").get_by_text(said).first.wait_for()

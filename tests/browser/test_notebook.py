@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Locator
 
 from tests.browser.driver import DashboardPage
 from tests.browser.jupyter import REPO, JupyterServer, Notebook
@@ -17,17 +16,13 @@ NOTEBOOK = REPO / "notebooks" / "01_live_dashboard.ipynb"
 
 
 class SafetyPage(DashboardPage):
-    """The card, its buttons and its words."""
-
-    @property
-    def card(self) -> Locator:
-        return self.page.locator(".fsdp-safety").first
+    """The forms of safety, their buttons and their words."""
 
     def press(self, word: str) -> None:
-        self.card.locator("button.fsdp-safety-button", has_text=re.compile(rf"^\s*{word}\s*$")).click()
+        self.page.locator("button.fsdp-safety-button", has_text=re.compile(rf"^\s*{word}\s*$")).click()
 
     def wait_words(self, part: str, pattern: str) -> str:
-        words = self.card.locator(f".fsdp-{part}", has_text=re.compile(pattern))
+        words = self.page.locator(f".fsdp-{part}", has_text=re.compile(pattern))
         words.first.wait_for()
         return str(words.first.inner_text())
 
@@ -65,16 +60,14 @@ def test_notebook_01(server: JupyterServer, open_notebook: Callable[[str], Noteb
     assert opened.clipped() == []
     opened.photograph(Path(os.environ.get("FSDP_LAB_SCREENSHOTS") or tmp_path) / "dashboard.png")
 
-    opened.press("Show")
-    opened.card.locator(".fsdp-safety-body").wait_for()
+    opened.tab("safety")
     tops = [opened.top_of_plots()]
     opened.press("Save now")
     opened.wait_words("safety-list", "MiB")
     tops.append(opened.top_of_plots())
     opened.press("Inject fault")
-    opened.wait_words("state-line", r"rank 1 is gone: its process \d+ .* SIGKILL")
+    opened.wait_words("notice-text", r"rank 1 is gone: its process \d+ .* SIGKILL")
     opened.wait_state("broken")
-    tops.append(opened.top_of_plots())
     at = opened.step()
     opened.press("Recover")
     opened.wait_words("incidents", r"It resumed from a \w+")

@@ -40,8 +40,8 @@ def test_next_play_and_stop(show):
     """A person's path: read what it is, Next, look, Play, Pause, Stop, a run, Next again."""
     desk = show(SlowPage)
     desk.choose("model", "gpt2-1m")
+    desk.tab("slow")
     empty = desk.page.locator(".fsdp-slow-empty")
-    empty.scroll_into_view_if_needed()
     assert "A training step, phase by phase." in empty.inner_text()
 
     desk.press("Next")

@@ -53,9 +53,9 @@ TIPS = """(words) => {
 def test_it_follows_the_newest_traced_step_holds_a_pinned_one_and_says_what_a_span_was(show):
     """A person's path: watch, pin, look at others, type a number, hover, let go, pin when the run is over."""
     opened = show(TimelinePage)
+    opened.tab("timeline")
     opened.start()
     opened.wait_shown("s >= n", 4)
-    opened.card.scroll_into_view_if_needed()
     opened.wait_shown("s > n", opened.shown())
     opened.hold.click()
     opened.wait_reading("timeline", r"^pinned · step [\d,]+: [\d.]+ ms, [\d.]+ ms exposed on rank \d, most for ")
@@ -95,6 +95,7 @@ def test_it_follows_the_newest_traced_step_holds_a_pinned_one_and_says_what_a_sp
 def test_many_ranks_are_named_by_their_hosts_three_have_a_timeline_and_slow_motion_has_a_row_for_each(show):
     ranks, hosts = 9, 3
     desk = show(TimelinePage, lab=f"{ranks}, step_s=0.1, hosts={hosts}")
+    desk.tab("timeline")
     desk.start()
     desk.wait_step(5)
 
@@ -104,19 +105,19 @@ def test_many_ranks_are_named_by_their_hosts_three_have_a_timeline_and_slow_moti
     for figure in ("communication.now", "memory.now"):
         told = names(f"{figure}.rank_axis")
         assert [name for name in told if "gpu" in name] == [f"gpu{i + 1}  {i * ranks // hosts}" for i in range(hosts)]
-    assert "% of all" in desk.page.locator(".fsdp-card-communication", has_text="To other hosts").inner_text()
+    assert "% of all" in desk.page.locator(".fsdp-card-communication", has_text="To other hosts").first.text_content()
     assert f"{ranks} ranks on {hosts} hosts" in desk.page.locator(".fsdp-lab").first.inner_text()
     desk.page.locator(".fsdp-card-timeline .fsdp-note", has_text=f"3 of {ranks} ranks").wait_for()
     desk.stop()
     said = desk.card.locator(".fsdp-note").inner_text()
     assert all(rank in said for rank in names("timeline.ranks")) and len(names("timeline.ranks")) == 3
     desk.show(900, "Dark")
+    desk.tab("slow")
     desk.notebook.execute(
         "slow = lab.slow_motion(model='gpt2-1m')\n"  # the name keeps it alive
         "for moment in slow:\n"
         "    if (moment.phase, moment.unit, moment.direction) == ('compute', 'transformer.h.2', 'backward'): break"
     )
     desk.wait_reading("slow", "backward · compute transformer.h.2")
-    desk.page.locator(".fsdp-slow").first.scroll_into_view_if_needed()
     desk.wait_rows("slow.moving", ranks * (12 + 12))  # one unit is gathered ahead, one is being reduced
     assert desk.clipped() == []

@@ -137,7 +137,12 @@ def test_choices_are_judged_together_and_the_last_one_is_taken_back(desk):
         desk.controls._undo.click()
         desk.until(lambda kept=kept: describe_strategy(desk.lab.current.spec) == kept)
     assert desk.controls._undo.disabled
-    desk.until(lambda: desk.note("offload") == "")  # some steps later
+    desk.until(lambda: desk.note("offload").startswith("applied at step"))
+    desk.until(lambda: "fsdp-applied" not in desk.controls._controls["offload"].note.value)  # some steps later
+    desk.controls.stop()
+    desk.until(lambda: desk.lab.current.state.over)
+    desk.controls.start()
+    assert desk.note("offload") == "", "that was the run before"
 
 
 def test_what_the_ranks_refuse_is_said_with_their_reason_and_their_way_out(desk):
