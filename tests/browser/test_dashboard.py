@@ -72,7 +72,7 @@ def test_start_toggle_refuse_stop_look_and_scroll(opened):
     assert all(a != b for a, b in zip(seen["Light"], seen["Dark"], strict=True))
     opened.tab("loss")
     opened.page.set_viewport_size({"width": 1280, "height": 500})
-    opened.page.locator(".fsdp-controls").scroll_into_view_if_needed()
+    opened.page.evaluate("() => { document.querySelector('.jp-WindowedPanel-outer').scrollTop = 0 }")
     opened.start()
     opened.wait_step(3)
     opened.page.evaluate(f"() => {model('frame.x')}.setv({{start: 1, end: 7}})")
