@@ -16,19 +16,9 @@ import torch
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings, strategies as st
 from torch import Tensor, distributed as dist, nn
 
+from fsdp_lab import engine
 from fsdp_lab.backends.base import DTYPES
-from fsdp_lab.engine import (
-    full_state,
-    fully_shard,
-    load_full_state,
-    original_parameters,
-    parameter_groups,
-    sharded_parameters,
-    shards_of,
-    split_unused,
-    units_of,
-    unshard,
-)
+from fsdp_lab.engine import load_full_state, parameter_groups, shards_of, split_unused, units_of, unshard
 from fsdp_lab.engine.unit import UnitState
 from fsdp_lab.spec.spec import SHARDINGS, Strategy
 from tests.covering import tiered
@@ -186,7 +176,7 @@ def shard(model: Part, case: Case, strategy: Strategy) -> None:
     options: dict[str, Any] = {**options_of(strategy), "ignored_params": left_alone}
     units = [m for m in model.modules() if isinstance(m, Part) and m.node.is_unit and m is not model]
     for unit in [*reversed(units), model]:
-        fully_shard(unit, group_of=lambda _, p: group_of(case, p.shape), **options)
+        engine.fully_shard(unit, group_of=lambda _, p: group_of(case, p.shape), **options)
 
 
 def group_of(case: Case, shape: torch.Size) -> Hashable:
@@ -261,7 +251,7 @@ def prepared(case: Case, strategy: Strategy | None = None) -> tuple[Part, State]
 
 
 def full(model: nn.Module) -> State:
-    return dict(full_state(model))
+    return dict(engine.full_state(model))
 
 
 # -- state -----------------------------------------------------------------------------------------------------------
@@ -290,7 +280,7 @@ def inside(model: nn.Module, values: State) -> State:
 
 def not_there_outside(model: nn.Module, values: State) -> None:
     parameters = dict(model.named_parameters())
-    for s, p in zip(shards_of(model), original_parameters(model), strict=True):
+    for s, p in zip(shards_of(model), engine.original_parameters(model), strict=True):
         assert parameters[s.name] is p and same_bits(p.full_tensor(), values[s.name])
         if not p.flat.is_view_of_master:
             assert p.flat.policy.shard_optimizer_only or not p.flat.gathered.is_held
@@ -468,7 +458,7 @@ def padding_is_zero(model: nn.Module) -> None:
 def trained(place: Place, case: Case) -> State:
     """What a model is after a step, on every rank."""
     model, _ = prepared(case)
-    if sharded_parameters(model):
+    if engine.sharded_parameters(model):
         step(place, model, adamw(parameter_groups(model)))
     return full(model)
 

@@ -20,16 +20,8 @@ from functools import cached_property
 
 import numpy as np
 
-from fsdp_lab.planner.bands import (
-    COVERED,
-    LEVELS,
-    PUBLISHED_ERRORS,
-    Quantiles,
-    RateKind,
-    TimeErrors,
-    uncertainties,
-    worse,
-)
+from fsdp_lab.planner import bands
+from fsdp_lab.planner.bands import COVERED, LEVELS, PUBLISHED_ERRORS, Quantiles, RateKind, TimeErrors, worse
 from fsdp_lab.planner.devices import Machine, Rates
 from tests.planner.research.published import PublishedCase
 
@@ -193,7 +185,8 @@ class Responses:
     def scales(self, errors: TimeErrors) -> tuple[np.ndarray, np.ndarray]:
         """[rows] below the prediction and above it: as `bands.error_scale`."""
         machines, of_row = self._machines
-        sizes = np.array([list(dict(uncertainties(errors, m)).values()) for m in machines])[of_row]  # [rows, kinds]
+        # [rows, kinds]
+        sizes = np.array([list(dict(bands.uncertainties(errors, m)).values()) for m in machines])[of_row]
         down, up = (_interpolated(each, sizes) for each in (self.below, self.above))
         return tuple(np.sqrt(errors.floor**2 + (each**2).sum(axis=1)) for each in (down, up))
 
