@@ -475,16 +475,17 @@ def handles(place: Place) -> None:
 
 
 def a_part_that_does_not_communicate(place: Place) -> None:
-    """Of five micro-batches a block communicates after the second, the fourth and the last."""
+    """Of five micro-batches a block, or the model, communicates after the second, the fourth and the last."""
+    for whole in (False, True):
 
-    def step(e: Engine, model: Any, optimizer: torch.optim.Optimizer, at: int) -> Tensor:
-        for i in range(5):
-            loss = mean_square64(model, rows(e, 10 * at + i)) / 5
-            with e.no_sync(model.blocks[1]) if i % 2 == 0 and i < 4 else nullcontext():
-                loss.backward()
-        return loss
+        def step(e: Engine, model: Any, optimizer: Any, at: int, whole: bool = whole) -> Tensor:
+            for i in range(5):
+                loss = mean_square64(model, rows(e, 10 * at + i)) / 5
+                with e.no_sync(model if whole else model.blocks[1]) if i % 2 == 0 and i < 4 else nullcontext():
+                    loss.backward()
+            return loss
 
-    alike(stepping(step), place, resharded=(True,))
+        alike(stepping(step), place, resharded=(True,))
 
 
 def exceptions_in_a_loop(place: Place) -> None:

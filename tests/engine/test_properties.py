@@ -2,8 +2,6 @@
 
 Hypothesis draws several models for each run of the ranks; what fails is told by the number of its case."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import warnings
@@ -39,7 +37,7 @@ class Node:
     kind: str  # "linear", "norm", "embedding", or "odd": parameters of any shapes
     shapes: tuple[tuple[int, ...], ...]
     dtype: str
-    children: tuple[Node, ...] = ()
+    children: "tuple[Node, ...]" = ()
     is_unit: bool = False
     times: int = 1  # how often it is called, one after the other; 0: it is there and not used
 

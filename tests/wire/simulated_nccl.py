@@ -12,8 +12,6 @@ Floats of 32 bits and fewer are "on the device"; other tensors, such as the lab'
 
 `simulated(place, function, ...)` is for `pool.run`: it calls the function in a rank whose NCCL is simulated."""
 
-from __future__ import annotations
-
 import ctypes
 import queue
 import threading
@@ -98,13 +96,13 @@ class Event:
         for gate in self._behind:
             gate.wait()
 
-    def elapsed_time(self, other: Event) -> float:
+    def elapsed_time(self, other: "Event") -> float:
         """In milliseconds."""
         return (other.happened_s - self.happened_s) * 1e3
 
 
 class SimulatedWork(dist.Work):
-    def __init__(self, device: SimulatedNccl, tensors: list[Tensor]) -> None:
+    def __init__(self, device: "SimulatedNccl", tensors: list[Tensor]) -> None:
         super().__init__()
         self._device, self.tensors = device, tensors  # like NCCL's, it holds them
         self.done = Gate()
@@ -128,7 +126,7 @@ class SimulatedGroup:
     to it waits until the operation times out. A collective is passed to the thread by its name: as a method of the group
     it would be a reference, also in the traceback of a collective that is refused after an abort."""
 
-    def __init__(self, device: SimulatedNccl, gloo: Any, timeout: timedelta) -> None:
+    def __init__(self, device: "SimulatedNccl", gloo: Any, timeout: timedelta) -> None:
         self._device, self._gloo, self._timeout_s = device, gloo, timeout.total_seconds()
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._aborted = threading.Event()
