@@ -89,9 +89,8 @@ class FailuresAtOnce:
 
 def pytest_configure(config: pytest.Config) -> None:
     """No test writes to the history or the cache of whoever runs it; what tests start inherits that."""
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell's background job ignores it, and so would the ranks
+    # a shell's background job ignores it, and so would the ranks
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = tempfile.mkdtemp(prefix="fsdp_lab-history-")
     os.environ["FSDP_LAB_HISTORY"] = os.path.join(folder, "history.sqlite3")
     os.environ["FSDP_LAB_CACHE"] = os.path.join(folder, "cache")

@@ -91,9 +91,7 @@ def test_what_fsdp1_offloads_has_the_initial_values_and_is_freed(pool: Pool, ran
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sharding", "precision"), [("no_shard", "fp16"), ("no_shard", "bf16"), ("shard_grad_op", "fp32")]
-)
+@pytest.mark.parametrize("sharding, precision", [("no_shard", "fp16"), ("no_shard", "bf16"), ("shard_grad_op", "fp32")])
 def test_fsdp1_accumulates_where_it_is_not_refused(outcomes: Outcomes, sharding: str, precision: str) -> None:
     """Gradients of units that are not sharded cannot wait in a low precision: torch would add them to fp32 ones."""
     options = {"accumulate": 3, "optimizer": "sgd", "precision": precision}

@@ -48,9 +48,8 @@ PARTS = (
 def attach(args: argparse.Namespace) -> dict[str, Any]:
     """Raises BenchError."""
     at_least(args, "launches", 2)
-    say(
-        f"{args.ranks} ranks, {args.launches} launches, {args.rounds} rounds of {BLOCKS} x (off, on, off) of {BLOCK} steps"
-    )
+    rounds = f"{args.rounds} rounds of {BLOCKS} x (off, on, off) of {BLOCK} steps"
+    say(f"{args.ranks} ranks, {args.launches} launches, {rounds}")
     launches = [launched(args.ranks, args.rounds) for _ in range(args.launches)]
     figures: dict[str, Any] = {"environment": {"ranks": args.ranks}, "ratios": {}, "control": {}, "parts_s": {}}
     for clock in CLOCKS:

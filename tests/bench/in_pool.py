@@ -23,9 +23,7 @@ def launched_in(pool: Pool) -> Callable[..., list[Any]]:
     return launch
 
 
-def _perform(
-    place: Place, plan: BenchPlan, task: str, arguments: Mapping[str, Any]
-) -> tuple[str, list[tuple[str, Any]]]:
+def _perform(place: Place, plan: BenchPlan, task: str, arguments: Mapping[str, Any]) -> tuple[str, list[Any]]:
     from fsdp_lab.bench.tasks import TASKS, BenchRank
 
     messages: list[tuple[str, Any]] = []

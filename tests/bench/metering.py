@@ -9,8 +9,6 @@ The one wait for a GPU is in no part, but in the norm where ranks share it. The 
 two builds of one form. The only ledger step is a form's third, which is not counted; its time is spread over
 `LEDGER_STEPS` steps."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import statistics
@@ -67,7 +65,7 @@ class Launch:
     ledger_s: Mapping[str, float]
 
     @classmethod
-    def of_ranks(cls, ranks: Sequence[Mapping[str, Any]]) -> Launch:
+    def of_ranks(cls, ranks: Sequence[Mapping[str, Any]]) -> "Launch":
         metered = [form for form in ranks[0] if "parts" in ranks[0][form]]
         parts = {form: parts_of([rank[form]["parts"] for rank in ranks]) for form in metered}
         ledgers = {form: [s for rank in ranks for s in rank[form]["ledger_s"]] for form in metered}

@@ -224,10 +224,8 @@ def facts() -> Any:
 
 @pytest.mark.slow
 def test_each_engine_is_as_one_that_was_started_alone() -> None:
-    stages = dict[str, None]()
-    with Cluster(
-        2, rank_module=FAKE, environment={"GIVEN": "yes"}, report=lambda p: stages.setdefault(p.stage)
-    ) as cluster:
+    stages, given = dict[str, None](), {"GIVEN": "yes"}
+    with Cluster(2, rank_module=FAKE, environment=given, report=lambda p: stages.setdefault(p.stage)) as cluster:
         assert list(stages) == ["starting engines", "importing torch", "joining ranks", "ready"]
         (server,) = servers(cluster)
         assert {psutil.Process(pid).ppid() for pid in cluster.pids} == {server.pid}

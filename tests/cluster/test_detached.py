@@ -51,9 +51,8 @@ pytestmark = pytest.mark.usefixtures("temporary")
 
 def kernel(hours: float, steps: int, how: str) -> str:
     """Starts a kernel that trains, ends it, and returns its cluster's token."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", KERNEL, str(hours), str(steps), how], stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", KERNEL, str(hours), str(steps), how]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     token = process.stdout.readline().strip()
     assert token
     process.kill()
@@ -198,9 +197,8 @@ input()
 print(record.claim(Identity.this(), 60.0) is not None, flush=True)
 input()
 """
-    rivals = [
-        subprocess.Popen([sys.executable, "-c", code, left.folder], stdin=-1, stdout=-1, text=True) for _ in range(4)
-    ]
+    command = [sys.executable, "-c", code, left.folder]
+    rivals = [subprocess.Popen(command, stdin=-1, stdout=-1, text=True) for _ in range(4)]
     try:
         for rival in rivals:
             rival.stdin.write("\n")  # type: ignore[union-attr]

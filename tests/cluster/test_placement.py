@@ -4,6 +4,7 @@ import io
 import socket
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,12 +21,11 @@ from fsdp_lab.cluster.nvml import GpuProcess, GpuReport, GpuStatus
 from fsdp_lab.cluster.placement import Host, _visible, free_gpus, place, probe, without_ours
 
 GIB = 2**30
+H200: dict[str, Any] = {"name": "H200", "total_bytes": 140 * GIB}
 
 
 def gpu(i: int, users: tuple[GpuProcess, ...] = (), used: int = 0) -> GpuStatus:
-    return GpuStatus(
-        device=f"cuda:{i}", uuid=f"GPU-{i}", name="H200", total_bytes=140 * GIB, used_bytes=used, processes=users
-    )
+    return GpuStatus(device=f"cuda:{i}", uuid=f"GPU-{i}", used_bytes=used, processes=users, **H200)
 
 
 def host(*gpus: GpuStatus, cores: int = 8, name: str = "here", cuda: str | None = "13.0") -> Host:
@@ -37,11 +37,12 @@ SOMEBODY = GpuProcess(pid=77, name="python", owner="bob", used_bytes=40 * GIB)
 
 def two_gpus(*processes: GpuProcess) -> GpuReport:
     """The second is used by the processes."""
-    idle = GpuStatus(uuid="GPU-a", name="H200", total_bytes=140 * GIB, used_bytes=0)
     used = sum(process.used_bytes for process in processes)
-    return GpuReport(
-        gpus=(idle, GpuStatus(uuid="GPU-b", name="H200", total_bytes=140 * GIB, used_bytes=used, processes=processes))
+    idle, busy = (
+        GpuStatus(uuid="a", used_bytes=0, **H200),
+        GpuStatus(uuid="b", used_bytes=used, processes=processes, **H200),
     )
+    return GpuReport(gpus=(idle, busy))
 
 
 IN_USE = host(gpu(0, (SOMEBODY,)), gpu(1))

@@ -19,42 +19,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributions import Normal
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from fsdp_lab.engine import (
-    MixedPrecisionPolicy,
-    PrefetchPolicy,
-    ShardError,
-    build_mesh,
-    full_state,
-    fully_shard,
-    load_full_state,
-    no_sync,
-    runtime_of,
-    sharded_parameters,
-    shards_of,
-    units_of,
-    unshard,
-)
+from fsdp_lab import engine
+from fsdp_lab.engine import MixedPrecisionPolicy, PrefetchPolicy, build_mesh, full_state, fully_shard, load_full_state
 from fsdp_lab.engine.unit import UnitState
 from fsdp_lab.spec.spec import Strategy
-from tests.engine.toys import (
-    WIDTH,
-    Block,
-    FailsBackward,
-    Net,
-    Scenario,
-    assert_equal,
-    batch,
-    by_block,
-    everywhere,
-    gradients,
-    is_clean,
-    make,
-    mean_square,
-    noted,
-    plain_step,
-    refused,
-    update,
-)
+from tests.engine import toys
+from tests.engine.toys import WIDTH, Net, assert_equal, batch, by_block, is_clean, make, mean_square, refused, update
 from tests.pool import Place, Pool
 
 SHARDINGS = (Strategy(), Strategy(sharding="no_shard"), Strategy(sharding="zero1"))
@@ -78,13 +48,13 @@ def _plain_of(model: Any) -> Any:
 def trains_on(model: Any, place: Place) -> None:
     """From here on the model trains as the plain one does that has its values, bit for bit."""
     plain = _plain_of(model)
-    ours = torch.optim.SGD(sharded_parameters(model), lr=0.1)
+    ours = torch.optim.SGD(engine.sharded_parameters(model), lr=0.1)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
     ours.zero_grad()
     for _ in range(2):
         step(model, place)
         update(ours)
-        plain_step(plain, mean_square, [batch(0, rank) for rank in range(place.world_size)], theirs)
+        toys.plain_step(plain, mean_square, [batch(0, rank) for rank in range(place.world_size)], theirs)
         assert_equal(model, plain)
     is_clean(model)
 
@@ -110,14 +80,14 @@ def meshes(place: Place) -> None:
     for mesh, size, replicas in ((flat, 4, 1), (square, 2, 2), (copies, 1, 4)):
         model = make()
         fully_shard(model, mesh=mesh)  # what was refused has left nothing behind
-        found = units_of(model)[0].mesh
+        found = engine.units_of(model)[0].mesh
         assert (found.shard_size, found.replicas) == (size, replicas)
         step(model, place)
 
 
 def all_refused(model: Any, rows: Iterable[Refused]) -> None:
     for i, (how, says) in enumerate(rows):
-        with noted(f"row {i}: {says}"), torch.no_grad(), refused(says):
+        with toys.noted(f"row {i}: {says}"), torch.no_grad(), refused(says):
             how(model)
 
 
@@ -190,7 +160,7 @@ REFUSED: tuple[Refused, ...] = (
     (fully_shard, TWICE),
     (lambda m: fully_shard([m.blocks[1], m.blocks[2]]), TWICE),
     (copy.deepcopy, COPIED),
-    (lambda m: copy.deepcopy(sharded_parameters(m)), "a flat parameter is a part of its model, and not copied"),
+    (lambda m: copy.deepcopy(engine.sharded_parameters(m)), "a flat parameter is a part of its model, and not copied"),
     *((lambda m, view=view: view(m.first.weight.detach()), IS_VIEW) for view in VIEWS),
     (
         lambda m: torch._foreach_add_([torch.zeros(p.shape) for p in m.parameters()], list(m.parameters())),
@@ -199,10 +169,13 @@ REFUSED: tuple[Refused, ...] = (
     (lambda m: nn.functional.linear(batch(0, 0), m.first.weight), "call the module that was sharded, or its root"),
     (lambda m: setattr(m.first.weight, "grad", torch.zeros(5, 6)), r"first.weight has the shape \(6, 6\)"),
     (lambda m: m.last.weight.t_(), "aten::t_ would give a sharded tensor another shape"),
-    *((lambda m, ask=ask: ask(make()), PLAIN) for ask in (sharded_parameters, shards_of, runtime_of)),
-    *((lambda m, ask=ask: ask(make()).__enter__(), PLAIN) for ask in (no_sync, unshard)),
+    *(
+        (lambda m, ask=ask: ask(make()), PLAIN)
+        for ask in (engine.sharded_parameters, engine.shards_of, engine.runtime_of)
+    ),
+    *((lambda m, ask=ask: ask(make()).__enter__(), PLAIN) for ask in (engine.no_sync, engine.unshard)),
     (lambda m: dict(full_state(make())), PLAIN),
-    *((lambda m, ask=ask: ask([*m.parameters()]), NO_MODULE) for ask in (sharded_parameters, shards_of)),
+    *((lambda m, ask=ask: ask([*m.parameters()]), NO_MODULE) for ask in (engine.sharded_parameters, engine.shards_of)),
     (lambda m: load_full_state(m, None), "a NoneType was given where values are needed"),  # type: ignore[arg-type]
     (lambda m: load_full_state(m, whole(m, first_weight=None)), NONE),
     (lambda m: load_full_state(m, whole(m, last_weight=torch.zeros(5, WIDTH, device="meta"))), ON_META),
@@ -305,7 +278,7 @@ def parameter_of_two_roots(place: Place) -> None:
         with refused(says):
             other(batch(0, 0))
         with refused(says):
-            runtime_of(other)
+            engine.runtime_of(other)
     trains_on(one, place)
 
 
@@ -345,7 +318,7 @@ def nothing_to_shard(place: Place) -> None:
     model = fully_shard(nn.Sequential(nn.Tanh(), fully_shard(nn.ReLU())))
     x = torch.ones(2, requires_grad=True)
     model(x).sum().backward()
-    assert x.grad is not None and sharded_parameters(model) == [] and dict(full_state(model)) == {}
+    assert x.grad is not None and engine.sharded_parameters(model) == [] and dict(full_state(model)) == {}
 
 
 # -- ranks that build different models ---------------------------------------------------------------------------------
@@ -375,11 +348,11 @@ def differ(place: Place, sharding: str) -> list[str]:
         model = make()
         if odd:
             change(model)
-        with pytest.raises(ShardError) as e:
+        with pytest.raises(engine.ShardError) as e:
             by_block(model, strategy=Strategy(sharding=sharding))
         told.append(str(e.value))
     for other, _ in SHARDED_DIFFERENTLY.values():
-        with pytest.raises(ShardError) as e:
+        with pytest.raises(engine.ShardError) as e:
             (other if odd else fully_shard)(make())
         told.append(str(e.value))
     matrices, vectors = object(), object()  # groups that print differently in each process are the same all the same
@@ -471,14 +444,14 @@ def written_to_inside_unshard(place: Place) -> None:
     for options in ({"mp_policy": in_double}, {"strategy": SHARDINGS[1]}, {"strategy": Strategy(offload="optimizer")}):
         model, plain = by_block(make(), **options), make()  # type: ignore[arg-type]
         for m in (model, plain):
-            with unshard(m) if m is model else torch.enable_grad():
+            with engine.unshard(m) if m is model else torch.enable_grad():
                 with torch.no_grad():
                     m.blocks[1].up.weight.mul_(2)
                 m.last.bias.data = torch.arange(5.0, dtype=m.last.bias.dtype)
         assert_equal(model, plain)
         if "strategy" in options:
             trains_on(model, place)
-    with unshard(model):
+    with engine.unshard(model):
         model.last.bias.data = torch.arange(4.0)
     with refused("last.bias was given other data"):
         model(batch(0, 0))
@@ -491,7 +464,7 @@ def inner_module_by_itself(place: Place) -> None:
     for inner in (model.blocks[1].up, model.first):
         with refused("of a sharded tensor would be a view .*; call the module that was sharded, or its root"):
             inner(batch(0, 0))
-    with unshard(model):
+    with engine.unshard(model):
         assert torch.equal(model.first(batch(0, 0)), make().first(batch(0, 0)))
     trains_on(model, place)
 
@@ -505,7 +478,7 @@ class Hiding:
         self.x = x
 
 
-class HidingBlock(Block):
+class HidingBlock(toys.Block):
     def forward(self, x: Tensor, how: Any = Hiding) -> Any:
         return how(super().forward(x))
 
@@ -522,12 +495,9 @@ class LeavingBlock(nn.Module):
 
 
 class HidingNet(Net):
-    def forward(self, x: Tensor) -> Any:
-        x = self.first(x)
-        for block in self.blocks:
-            out = block(x)
-            x = block.x if out is None else out.x
-        return self.last(x)
+    def through(self, block: Any, x: Tensor) -> Any:
+        out = block(x)
+        return block.x if out is None else out.x
 
 
 def outputs_that_are_not_found(place: Place) -> None:
@@ -587,7 +557,7 @@ def collectives_of_a_caller(place: Place, over_wire: bool) -> None:
     p = model.first.weight
     for use in (lambda: dist.all_reduce(p.grad), lambda: dist.broadcast(p.data, 0),
                 lambda: dist.all_gather([torch.zeros(p.shape) for _ in range(place.world_size)], p.detach())):  # fmt: skip
-        with refused(says, TypeError if over_wire else ShardError):
+        with refused(says, TypeError if over_wire else engine.ShardError):
             use()
     norm = p.grad.norm().full_tensor()
     dist.all_reduce(norm)
@@ -606,7 +576,7 @@ def test_collectives_of_a_caller(pool: Pool, over_wire: bool) -> None:
 # -- state and optimizers ----------------------------------------------------------------------------------------------
 def state_inside_unshard(place: Place) -> None:
     model, plain = by_block(make()), make()
-    with unshard(model):
+    with engine.unshard(model):
         state = {name: t.clone() for name, t in model.state_dict().items()}
         assert all(torch.equal(t, plain.state_dict()[name]) for name, t in state.items())
         model.load_state_dict({name: 2 * t for name, t in state.items()})
@@ -670,7 +640,7 @@ def optimizer_from_before(place: Place) -> None:
 
 def unfrozen_later(place: Place) -> None:
     """After an optimizer was made, which then lacks it. Who leaves out what is trainable, or has no gradients, may."""
-    for held in (sharded_parameters, lambda m: [p for p in m.parameters() if p.requires_grad]):
+    for held in (engine.sharded_parameters, lambda m: [p for p in m.parameters() if p.requires_grad]):
         model: Any = make()
         model.blocks[0].requires_grad_(False)
         by_block(model)
@@ -695,7 +665,7 @@ def beside_an_optimizer(place: Place) -> None:
     """What is done with parameters while an optimizer steps regions, though another one has been made of them."""
     model = by_block(make())
     torch.optim.AdamW(model.parameters())  # dropped
-    optimizer = torch.optim.AdamW(sharded_parameters(model), lr=0.1)
+    optimizer = torch.optim.AdamW(engine.sharded_parameters(model), lr=0.1)
     average = {name: p.detach().clone() for name, p in model.named_parameters()}
     for i in range(3):
         step(model, place)
@@ -716,9 +686,9 @@ def two_views_of_the_same_values(place: Place) -> None:
     """In one optimizer, or in two that step by the same gradients; one after the other, as when replaced, they may."""
     says = r"would be stepped twice, in model.parameters\(\) and in sharded_parameters\(model\)"
     groups: tuple[Callable[[Any], Any], ...] = (
-        lambda m: [*m.parameters(), *sharded_parameters(m)],
-        lambda m: [{"params": sharded_parameters(m)}, {"params": m.parameters()}],
-        lambda m: [{"params": m.parameters()}, {"params": sharded_parameters(m)}],
+        lambda m: [*m.parameters(), *engine.sharded_parameters(m)],
+        lambda m: [{"params": engine.sharded_parameters(m)}, {"params": m.parameters()}],
+        lambda m: [{"params": m.parameters()}, {"params": engine.sharded_parameters(m)}],
     )
     for make_groups in groups:
         model = by_block(make())
@@ -729,7 +699,7 @@ def two_views_of_the_same_values(place: Place) -> None:
             both.step()
     for order in (1, -1):
         model = by_block(make())
-        one, other = [torch.optim.SGD(p, lr=0.1) for p in (sharded_parameters(model), model.parameters())][::order]
+        one, other = [torch.optim.SGD(p, 0.1) for p in (engine.sharded_parameters(model), model.parameters())][::order]
         step(model, place)
         one.step()
         once = _plain_of(model)
@@ -763,7 +733,7 @@ def a_layer_that_came_later(place: Place) -> None:
 def assigned_under_an_optimizer(place: Place) -> None:
     """Under torch the optimizer would hold tensors that nobody uses."""
     says = r"load_state_dict\(assign=True\) has put other parameters into the model, .* make the optimizer afterwards"
-    for held in (nn.Module.parameters, sharded_parameters):
+    for held in (nn.Module.parameters, engine.sharded_parameters):
         model = by_block(make())
         early = torch.optim.SGD(held(model), lr=0.1)
         state = {name: t + 1 for name, t in full_state(model)}
@@ -814,7 +784,7 @@ def exceptions_in_a_step(place: Place) -> None:
             handle.remove()
         trains_on(model, place)
         for where in places:  # the next forward follows the schedule
-            handle = where.register_forward_hook(lambda module, args, out: FailsBackward.apply(out))
+            handle = where.register_forward_hook(lambda module, args, out: toys.FailsBackward.apply(out))
             loss = mean_square(model, batch(0, place.rank))
             with refused("trouble in the backward", ValueError):
                 loss.backward()
@@ -829,14 +799,14 @@ def exceptions_in_a_step(place: Place) -> None:
 def exceptions_while_accumulating(place: Place) -> None:
     """A forward that fails takes nothing away from what micro-batches before it left."""
     model, plain = by_block(make()), make()
-    with no_sync(model):
+    with engine.no_sync(model):
         step(model, place)
         handle = model.blocks[2].register_forward_hook(_fail)
         with refused("trouble in the forward", ValueError):
             step(model, place)
         handle.remove()
     step(model, place)
-    wanted = gradients(plain, mean_square, [batch(0, rank) for rank in range(place.world_size)])
+    wanted = toys.gradients(plain, mean_square, [batch(0, rank) for rank in range(place.world_size)])
     for name, p in model.named_parameters():
         assert p.grad is not None and torch.allclose(p.grad.full_tensor(), 2 * wanted[name], rtol=1e-5)
     trains_on(model, place)
@@ -844,23 +814,20 @@ def exceptions_while_accumulating(place: Place) -> None:
 
 def exceptions_inside_unshard(place: Place) -> None:
     model = by_block(make())
-    with refused("trouble", ValueError), unshard(model):
+    with refused("trouble", ValueError), engine.unshard(model):
         raise ValueError("trouble")
-    assert all(unit.pins == 0 and unit.state is UnitState.SHARDED for unit in units_of(model))
+    assert all(unit.pins == 0 and unit.state is UnitState.SHARDED for unit in engine.units_of(model))
     trains_on(model, place)
 
 
 class Catching(Net):
     """Goes on without a block that fails."""
 
-    def forward(self, x: Tensor) -> Any:
-        x = self.first(x)
-        for block in self.blocks:
-            try:
-                x = block(x)
-            except ValueError:
-                x = x + 1
-        return self.last(x)
+    def through(self, block: Any, x: Tensor) -> Any:
+        try:
+            return block(x)
+        except ValueError:
+            return x + 1
 
 
 def exceptions_that_the_model_catches(place: Place) -> None:
@@ -875,6 +842,6 @@ def exceptions_that_the_model_catches(place: Place) -> None:
     trains_on(model, place)
 
 
-@everywhere(globals(), of_four=(meshes,))
-def test_in_ranks(pool: Pool, scenario: Scenario, ranks: int) -> None:
+@toys.everywhere(globals(), of_four=(meshes,))
+def test_in_ranks(pool: Pool, scenario: toys.Scenario, ranks: int) -> None:
     pool.run(scenario, ranks)

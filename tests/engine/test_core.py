@@ -8,16 +8,7 @@ import torch
 from torch import Tensor
 
 from fsdp_lab import engine
-from fsdp_lab.engine import (
-    MixedPrecisionPolicy,
-    ShardMesh,
-    build_mesh,
-    full_state,
-    fully_shard,
-    shard,
-    sharded_parameters,
-    shards_of,
-)
+from fsdp_lab.engine import ShardMesh, build_mesh, full_state, fully_shard, shard, sharded_parameters, shards_of
 from fsdp_lab.engine.policy import ShardPolicy
 from fsdp_lab.engine.schedule import Rules
 from tests.engine.toys import batch, make, mean_square, update
@@ -38,7 +29,7 @@ def trained(place: Place, core: bool, bf16: bool) -> tuple[list[float], dict[str
     """Losses and parameters of three steps, one of them with a forward without gradients before it."""
     torch.manual_seed(0)
     model, mesh = make(), ShardMesh.of(build_mesh("cpu"))
-    mp = MixedPrecisionPolicy(**{"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if bf16 else {})
+    mp = engine.MixedPrecisionPolicy(**{"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if bf16 else {})
     policy = ShardPolicy(mp=mp, rules=Rules(), has_own_prefetch=False, shard_optimizer_only=False)
     for module in (*model.blocks, model):
         if core:

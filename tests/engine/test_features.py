@@ -15,45 +15,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutput
 
-from fsdp_lab.engine import (
-    build_mesh,
-    full_state,
-    fully_shard,
-    load_full_state,
-    no_sync,
-    parameter_groups,
-    runtime_of,
-    sharded_parameters,
-    split_unused,
-    units_of,
-    unshard,
-    upcast_gradients,
-)
+from fsdp_lab import engine
+from fsdp_lab.engine import full_state, fully_shard, load_full_state, no_sync, runtime_of, sharded_parameters, units_of
 from fsdp_lab.engine.extras.parameters import ShardedParameter
 from fsdp_lab.models.build import Initializer, build_skeleton
 from fsdp_lab.models.configs import resolve
 from fsdp_lab.spec.spec import OFFLOADS, SHARDINGS, Precision, Strategy
-from tests.engine.toys import (
-    WIDTH,
-    Block,
-    Net,
-    Scenario,
-    assert_equal,
-    batch,
-    by_block,
-    by_policy,
-    everywhere,
-    gradients,
-    is_clean,
-    make,
-    mean_square,
-    noted,
-    options_of,
-    plain_step,
-    refused,
-    train_beside,
-    update,
-)
+from tests.engine import toys
+from tests.engine.toys import WIDTH, Block, Net, batch, by_block, is_clean, make, mean_square, refused, train_beside
 from tests.models.small import SMALL, filled
 from tests.pool import Place, Pool
 
@@ -107,7 +76,7 @@ def by_stage(strategy: Strategy) -> Callable[[Any], None]:
     """Units inside units inside units."""
 
     def shard(model: Any) -> None:
-        options = options_of(strategy)
+        options = toys.options_of(strategy)
         for stage in model.blocks:
             for block in stage.inner:
                 fully_shard(block.up, **options)
@@ -166,11 +135,8 @@ class Mixed(Block):
 class Checkpointed(Net):
     """Its own forward calls torch's checkpoint around every block."""
 
-    def forward(self, x: Tensor) -> Any:
-        x = self.first(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.last(x)
+    def through(self, block: Any, x: Tensor) -> Any:
+        return checkpoint(block, x, use_reentrant=False)
 
 
 def hooked() -> Any:
@@ -205,7 +171,7 @@ ALIKE: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {  # a model, and w
 
 def trained_beside(place: Place) -> None:
     for name, (build, options) in ALIKE.items():
-        with noted(name):
+        with toys.noted(name):
             sharded, _ = train_beside(place, build(), **{"steps": 2, **options})
             is_clean(sharded)
 
@@ -264,7 +230,7 @@ def ignored(place: Place) -> None:
     assert model.last.bias is left_alone[0] and not isinstance(left_alone[1], ShardedParameter)
     x = batch(0, place.rank)
     mean_square(model, x).backward()
-    own = gradients(plain, mean_square, [x])
+    own = toys.gradients(plain, mean_square, [x])
     assert left_alone[0].grad is not None and torch.equal(left_alone[0].grad, own["last.bias"])
     assert left_alone[1].grad is not None and torch.equal(left_alone[1].grad, own["blocks.1.norm.weight"])
     names = [name for name, _ in full_state(model)]
@@ -288,7 +254,7 @@ def a_parameter_that_is_never_used(place: Place) -> None:
         if step == 0:
             with refused("blocks.0.idle has no gradient, and a flat optimizer would"):
                 optimizer.step()
-        split_unused(model, optimizer)
+        engine.split_unused(model, optimizer)
 
     train_beside(place, make(block=PartlyUsed), make_optimizer=ADAMW, before_update=check)
     model = make(block=PartlyUsed)
@@ -367,7 +333,8 @@ def tied_in_and_between_units(place: Place) -> None:
         assert sharded.blocks[0].up.weight is sharded.blocks[2].up.weight
         owners = {p.flat for p in (sharded.blocks[0].up.weight, sharded.blocks[0].norm.bias)}
         assert owners == set(units_of(sharded)[0].flats)  # the lowest unit that contains all their uses: the root
-    assert_equal(by_block(tied(*far), strategy=Strategy(precision="bf16")), tied(*far))  # no bit of the masters is lost
+    low = by_block(tied(*far), strategy=Strategy(precision="bf16"))
+    toys.assert_equal(low, tied(*far))  # no bit of the masters is lost
 
 
 # -- forwards without a backward, inputs and outputs -------------------------------------------------------------------
@@ -434,11 +401,10 @@ class Forms(Net):
     form = "tuple"
 
     def forward(self, x: Tensor) -> Any:
-        pack, unpack = FORMS[self.form]
-        x = self.first(x)
-        for block in self.blocks:
-            x = unpack(block(x))
-        return pack(self.last(x))
+        return FORMS[self.form][0](super().forward(x))
+
+    def through(self, block: Any, x: Tensor) -> Any:
+        return FORMS[self.form][1](block(x))
 
 
 class FormBlock(Block):
@@ -488,7 +454,7 @@ def parameters_in_the_loss(place: Place) -> None:
     model, plain = make(), make()
     by_block(model)
     for m in (model, plain):
-        with unshard(m) if m is model else torch.enable_grad():
+        with engine.unshard(m) if m is model else torch.enable_grad():
             (m.blocks[1].up.weight.square().sum() * 0.5).backward()
     _has_gradients(model, {"blocks.1.up.weight": plain.blocks[1].up.weight.grad})
 
@@ -512,7 +478,7 @@ def accumulation_with_units_that_come_and_go(place: Place) -> None:
     batches = [batch(0, rank) for rank in range(place.world_size)]
     with no_sync(model):
         mean_square(model, batches[place.rank]).backward()
-    wanted = gradients(plain, mean_square, batches)
+    wanted = toys.gradients(plain, mean_square, batches)
     model.order = (0, 2)
     (0 * mean_square(model, batches[place.rank])).backward()
     _has_gradients(model, wanted)
@@ -571,7 +537,7 @@ def dtypes(place: Place) -> None:
         assert found == wanted, (precision, {k: v for k, v in found.items() if wanted[k] is not v})
         assert {p.dtype for p in sharded_parameters(model)} == {FULL}
         assert {flat.master.dtype for unit in units_of(model) for flat in unit.flats} == {FULL}
-        upcast_gradients(model)
+        engine.upcast_gradients(model)
         assert {p.grad.dtype for p in sharded_parameters(model) if p.grad is not None} == {FULL}
         torch.optim.AdamW(sharded_parameters(model)).step()
 
@@ -611,7 +577,7 @@ def torchs_policies(place: Place) -> None:
         (fsdp.MixedPrecisionPolicy(param_dtype=half, cast_forward_inputs=False), fsdp.OffloadPolicy()),
     ):
         ours, theirs = make(), make()
-        options: dict[str, Any] = {"mesh": build_mesh("cpu"), "mp_policy": mp, "offload_policy": offload}
+        options: dict[str, Any] = {"mesh": engine.build_mesh("cpu"), "mp_policy": mp, "offload_policy": offload}
         for model, shard in ((ours, fully_shard), (theirs, fsdp.fully_shard)):
             for module in (*model.blocks, model):
                 shard(module, **options)
@@ -622,7 +588,7 @@ def torchs_policies(place: Place) -> None:
             assert losses[0].dtype == losses[1].dtype and torch.equal(*losses), (mp, offload)
             for loss, optimizer in zip(losses, optimizers, strict=True):
                 loss.backward()
-                update(optimizer)
+                toys.update(optimizer)
         for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
             assert torch.equal(p.full_tensor(), q.full_tensor()), (name, mp, offload)
     for wrong in ({"mp_policy": "bf16"}, {"offload_policy": "host"}):
@@ -642,8 +608,8 @@ def compiled(place: Place) -> None:
     for step in range(3):
         batches = [batch(step, rank) for rank in range(place.world_size)]
         mean_square(called, batches[place.rank]).backward()
-        update(ours)
-        plain_step(plain, mean_square, batches, theirs)
+        toys.update(ours)
+        toys.plain_step(plain, mean_square, batches, theirs)
     for name, t in full_state(model):  # a compiler may fuse and reorder: some roundings of fp32
         assert torch.allclose(t, plain.get_parameter(name), rtol=1e-5, atol=1e-6), name
     is_clean(model)
@@ -693,7 +659,7 @@ def hooks_of_users(place: Place) -> None:
 def optimizer_groups(place: Place) -> None:
     model = make()
     by_block(model, group_of=lambda name, p: "matrices" if p.dim() > 1 else "vectors")
-    groups = parameter_groups(model)
+    groups = engine.parameter_groups(model)
     assert set(groups) == {"matrices", "vectors"}
     assert len(groups["matrices"]) == len(groups["vectors"]) == len(units_of(model))
     before = {name: t.clone() for name, t in full_state(model)}
@@ -710,7 +676,7 @@ def drawn_after_sharding(place: Place) -> None:
         for m in (model, plain):
             torch.manual_seed(7)
             m.apply(lambda inner: inner.reset_parameters() if hasattr(inner, "reset_parameters") else None)
-        assert_equal(model, plain)
+        toys.assert_equal(model, plain)
     torch.manual_seed(place.rank)
     with torch.no_grad():
         nn.init.normal_(model.first.weight)
@@ -733,7 +699,7 @@ STRATEGIES = {
 def filled_by_turns(place: Place, family: str) -> None:
     """By each strategy in another way: from a function of names, from whole values, and by torch from those of rank 0."""
     for i, strategy in enumerate(STRATEGIES[place.world_size]):
-        model = by_policy(build_skeleton(resolve(SMALL[family])), strategy.wrap, **options_of(strategy))
+        model = toys.by_policy(build_skeleton(resolve(SMALL[family])), strategy.wrap, **toys.options_of(strategy))
         plain = filled(SMALL[family], seed=3)
         values = {name: p.detach() for name, p in plain.named_parameters()}
         match (i + place.world_size) % 3:
@@ -744,7 +710,7 @@ def filled_by_turns(place: Place, family: str) -> None:
             case _:
                 options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
                 set_model_state_dict(model, values if place.rank == 0 else {}, options=options)
-        assert_equal(model, plain)
+        toys.assert_equal(model, plain)
 
 
 @pytest.mark.slow
@@ -775,7 +741,7 @@ def built_on_meta(place: Place) -> None:
     values = {name: p.detach() for name, p in plain.named_parameters()}
     by_block(model)
     load_full_state(model, values)
-    assert_equal(model, plain)
+    toys.assert_equal(model, plain)
     assert model.blocks[0].up.weight is model.blocks[2].up.weight
     assert all(p.device.type == "cpu" for p in model.parameters())
     for m in (model, by_block(plain)):
@@ -784,7 +750,7 @@ def built_on_meta(place: Place) -> None:
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(full_state(model), full_state(plain), strict=True))
 
 
-@everywhere(globals(), (compiled,), (rules_of_the_schedule,),
+@toys.everywhere(globals(), (compiled,), (rules_of_the_schedule,),
             (trained_beside, two_modules_are_gathered_once, checkpoints_in_bf16))  # fmt: skip
-def test_in_ranks(pool: Pool, scenario: Scenario, ranks: int) -> None:
+def test_in_ranks(pool: Pool, scenario: toys.Scenario, ranks: int) -> None:
     pool.run(scenario, ranks)

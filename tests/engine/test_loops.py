@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +18,14 @@ from torch import Tensor, distributed as dist, nn
 from torch.distributed import fsdp
 from torch.utils.checkpoint import checkpoint
 
+from fsdp_lab import engine
 from fsdp_lab.base.tensors import move
-from fsdp_lab.engine import (
-    UnitState,
-    full_state,
-    fully_shard,
-    register_fsdp_forward_method,
-    reshard,
-    runtime_of,
-    units_of,
-    unshard,
-)
+from fsdp_lab.engine import UnitState, fully_shard, register_fsdp_forward_method, reshard, runtime_of, units_of, unshard
 from fsdp_lab.engine.collectives import ShardError
 from tests.covering import tiered
+from tests.engine import toys
 from tests.engine.scenarios.engines import BOUND, Engine, Kind, Log, Scenario as Script, differences, drawn, run
-from tests.engine.toys import (
-    WIDTH,
-    Block,
-    FailsBackward,
-    Net,
-    Scenario,
-    batch,
-    by_block,
-    everywhere,
-    is_clean,
-    make,
-    mean_square,
-    noted,
-    refused,
-    update,
-)
+from tests.engine.toys import WIDTH, Block, Net, batch, by_block, is_clean, make, mean_square, noted, refused, update
 from tests.export.ranks import torchrun
 from tests.pool import Place, Pool
 
@@ -103,18 +81,31 @@ def rows(e: Engine, seed: int) -> Tensor:
     return e.rows(drawn(3, WIDTH, seed=seed))
 
 
-def training(make_loss: Callable[[Any, Tensor, Tensor], Tensor], kind: Any = Net, **made: Any) -> Loop:
-    """An ordinary loop whose loss is of two batches."""
+Step = Callable[[Engine, Any, torch.optim.Optimizer, int], Tensor]
+
+
+def stepping(step: Step, kind: Any = Net, **made: Any) -> Loop:
+    """A loop of steps, each of which makes gradients and returns a number to compare."""
 
     def loop(e: Engine) -> None:
         model, optimizer = started(e, make(kind, **made))
-        for step in range(STEPS):
-            loss = make_loss(model, rows(e, step), rows(e, 10 + step))
-            loss.backward()
+        for i in range(STEPS):
+            found = step(e, model, optimizer, i)
             update(optimizer)
-            compare(e, model, loss)
+            compare(e, model, found)
 
     return loop
+
+
+def training(make_loss: Callable[[Any, Tensor, Tensor], Tensor], kind: Any = Net, **made: Any) -> Loop:
+    """An ordinary loop whose loss is of two batches."""
+
+    def step(e: Engine, model: Any, optimizer: torch.optim.Optimizer, i: int) -> Tensor:
+        loss = make_loss(model, rows(e, i), rows(e, 10 + i))
+        loss.backward()
+        return loss
+
+    return stepping(step, kind, **made)
 
 
 # -- several forwards --------------------------------------------------------------------------------------------------
@@ -128,18 +119,15 @@ def backwards_in_turn(place: Place) -> None:
     """Three graphs alive; each has its own backward, first in first out and the other way round."""
     for order in ((0, 1, 2), (2, 0, 1)):
 
-        def loop(e: Engine, order: Any = order) -> None:
-            model, optimizer = started(e, make())
-            for step in range(STEPS):
-                losses = [mean_square64(model, rows(e, 10 * i + step)) for i in range(3)]
-                with torch.no_grad():
-                    seen = mean_square64(model, rows(e, step))
-                for i in order:
-                    losses[i].backward()
-                update(optimizer)
-                compare(e, model, seen)
+        def step(e: Engine, model: Any, optimizer: Any, at: int, order: Any = order) -> Tensor:
+            losses = [mean_square64(model, rows(e, 10 * i + at)) for i in range(3)]
+            with torch.no_grad():
+                seen = mean_square64(model, rows(e, at))
+            for i in order:
+                losses[i].backward()
+            return seen
 
-        alike(loop, place)
+        alike(stepping(step), place)
 
 
 def mean_square64(model: Any, x: Tensor) -> Tensor:
@@ -149,22 +137,19 @@ def mean_square64(model: Any, x: Tensor) -> Tensor:
 def dropped(place: Place) -> None:
     """Outputs that nobody uses. The optimizer steps after that: what is still gathered is old. (FSDP2 goes on with it.)"""
 
-    def loop(e: Engine) -> None:
-        model, optimizer = started(e, make())
-        for step in range(STEPS):
-            loss = mean_square64(model, rows(e, step))
-            loss.backward()
-            out = model(rows(e, 5))
-            kept = model.blocks[1](rows(e, 5)) if step % 2 else None
-            update(optimizer)
-            del out
-            again = mean_square64(model, rows(e, step))
-            again.backward()
-            del kept
-            update(optimizer)
-            compare(e, model, loss + again)
+    def step(e: Engine, model: Any, optimizer: torch.optim.Optimizer, i: int) -> Tensor:
+        loss = mean_square64(model, rows(e, i))
+        loss.backward()
+        out = model(rows(e, 5))
+        kept = model.blocks[1](rows(e, 5)) if i % 2 else None
+        update(optimizer)
+        del out
+        again = mean_square64(model, rows(e, i))
+        again.backward()
+        del kept
+        return loss + again
 
-    alike(loop, place, as_fsdp2=False)
+    alike(stepping(step), place, as_fsdp2=False)
 
 
 class TwoHeads(Net):
@@ -189,40 +174,31 @@ def parts_of_the_outputs(place: Place) -> None:
 def inner_units(place: Place) -> None:
     """After the root, or before it (which FSDP2 refuses later): with and without gradients."""
 
-    def loop(e: Engine, first: bool = False) -> None:
-        model, optimizer = started(e, make())
-        for step in range(STEPS):
-            x, y = rows(e, step), rows(e, 10 + step)
-            whole = None if first else mean_square64(model, x)
-            with torch.no_grad():
-                teacher = model.blocks[1](y)
-            for block in model.blocks:
-                y = block(y)
-            loss = (y - teacher).square().mean() + (mean_square64(model, x) if whole is None else whole)
-            loss.backward()
-            update(optimizer)
-            compare(e, model, loss)
+    def loss(model: Any, x: Tensor, y: Tensor, first: bool = False) -> Tensor:
+        whole = None if first else mean_square64(model, x)
+        with torch.no_grad():
+            teacher = model.blocks[1](y)
+        for block in model.blocks:
+            y = block(y)
+        return (y - teacher).square().mean() + (mean_square64(model, x) if whole is None else whole)
 
-    alike(loop, place)
-    alike(partial(loop, first=True), place, as_fsdp2=False, resharded=(True,))
+    alike(training(loss), place)
+    alike(training(partial(loss, first=True)), place, as_fsdp2=False, resharded=(True,))
 
 
 def only_inner_units(place: Place) -> None:
     """The root is never called: a pipeline over blocks. No more than one of them is gathered at a time."""
 
-    def loop(e: Engine) -> None:
-        model, optimizer = started(e, make(depth=4))
-        for step in range(STEPS):
-            x = rows(e, step)
-            for block in model.blocks:
-                x = block(x)
-                assert e.kind is not Kind.OURS or sum(not u.is_sharded for u in units_of(model)) <= 1
-            loss = x.square().mean()
-            loss.backward()
-            update(optimizer)
-            compare(e, model, loss)
+    def step(e: Engine, model: Any, optimizer: torch.optim.Optimizer, i: int) -> Tensor:
+        x = rows(e, i)
+        for block in model.blocks:
+            x = block(x)
+            assert e.kind is not Kind.OURS or sum(not u.is_sharded for u in units_of(model)) <= 1
+        loss = x.square().mean()
+        loss.backward()
+        return loss
 
-    alike(loop, place, as_fsdp2=False, resharded=(True,))
+    alike(stepping(step, depth=4), place, as_fsdp2=False, resharded=(True,))
 
 
 class Speaking(Net):
@@ -402,7 +378,7 @@ class CheckpointedInside(Block):
 again = partial(checkpoint, use_reentrant=True)
 series = nn.Sequential
 WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {  # what lies between the first and the last layer of a model
-    "each": lambda m, x: again(m.blocks[2], again(m.blocks[1], again(m.blocks[0], x))),
+    "each": lambda m, x: reduce(lambda y, block: again(block, y), m.blocks, x),
     "some": lambda m, x: m.blocks[2](again(m.blocks[1], m.blocks[0](x))),
     "several": lambda m, x: again(series(m.blocks[2], nn.Tanh()), again(series(*m.blocks[:2]), x)),
     "one twice": lambda m, x: again(series(m.blocks[2], m.blocks[0]), again(series(*m.blocks[:2]), x)),
@@ -447,17 +423,9 @@ def the_whole_model_recomputed(place: Place) -> None:
         alike(training(loss), place, as_fsdp2=False)
 
 
-class AllCheckpointed(Net):
-    def forward(self, x: Tensor) -> Any:
-        x = self.first(x)
-        for block in self.blocks:
-            x = again(block, x)
-        return self.last(x)
-
-
 def freed_in_time(place: Place) -> None:
     """Reentrant checkpoints free and reduce each unit after its own backward."""
-    model = by_block(make(AllCheckpointed, depth=6))
+    model = by_block(make(CheckpointedNet, depth=6))
     for _ in range(2):
         loss = mean_square(model, batch(0, place.rank))
         most: list[int] = []
@@ -502,24 +470,22 @@ def handles(place: Place) -> None:
     is_clean(model)
     with unshard(model, async_op=True) as whole, torch.no_grad():
         whole.first.weight.fill_(0.5)
-    assert all(bool((t == 0.5).all()) for name, t in full_state(model) if name == "first.weight")
+    assert all(bool((t == 0.5).all()) for name, t in engine.full_state(model) if name == "first.weight")
     is_clean(model)
 
 
 def a_part_that_does_not_communicate(place: Place) -> None:
-    """Of five micro-batches a block communicates after the second, the fourth and the last."""
+    """Of five micro-batches a block, or the model, communicates after the second, the fourth and the last."""
+    for whole in (False, True):
 
-    def loop(e: Engine) -> None:
-        model, optimizer = started(e, make())
-        for step in range(STEPS):
+        def step(e: Engine, model: Any, optimizer: Any, at: int, whole: bool = whole) -> Tensor:
             for i in range(5):
-                loss = mean_square64(model, rows(e, 10 * step + i)) / 5
-                with e.no_sync(model.blocks[1]) if i % 2 == 0 and i < 4 else nullcontext():
+                loss = mean_square64(model, rows(e, 10 * at + i)) / 5
+                with e.no_sync(model if whole else model.blocks[1]) if i % 2 == 0 and i < 4 else nullcontext():
                     loss.backward()
-            update(optimizer)
-            compare(e, model, loss)
+            return loss
 
-    alike(loop, place, resharded=(True,))
+        alike(stepping(step), place, resharded=(True,))
 
 
 def exceptions_in_a_loop(place: Place) -> None:
@@ -529,7 +495,7 @@ def exceptions_in_a_loop(place: Place) -> None:
         model, optimizer = started(e, make(Speaking))
         e.forward_method(model, "generate")
         for step in range(STEPS):
-            handle = model.blocks[0].register_forward_hook(lambda module, args, out: FailsBackward.apply(out))
+            handle = model.blocks[0].register_forward_hook(lambda module, args, out: toys.FailsBackward.apply(out))
             broken = mean_square64(model, rows(e, 20 + step))
             handle.remove()
             loss, other = mean_square64(model, rows(e, step)), mean_square64(model, rows(e, 10 + step))
@@ -602,8 +568,8 @@ def test_unequal_numbers_of_batches(pool: Pool, where: str) -> None:
 SLOW = (what_the_first_gave, backwards_in_turn, dropped, parts_of_the_outputs, odd_inputs_and_outputs, recomputed)
 
 
-@everywhere(globals(), slow=SLOW)
-def test_in_ranks(pool: Pool, scenario: Scenario, ranks: int) -> None:
+@toys.everywhere(globals(), slow=SLOW)
+def test_in_ranks(pool: Pool, scenario: toys.Scenario, ranks: int) -> None:
     pool.run(scenario, ranks)
 
 

@@ -77,31 +77,62 @@ def test_on_the_wire_as_users_have_it(outcomes: Outcomes) -> None:
     assert_equal(*outcomes.of(lab, fsdp2, reduction="auto"))
 
 
-# -- strategies do not change the result -----------------------------------------------------------------------------
+# -- many strategies, each with the bits of FSDP2 ----------------------------------------------------------------------
 ELSEWHERE = [{"offload": "optimizer", "sharding": "zero1"},
              {"wrap": "every:2", "forward_prefetch": 2, "backward_prefetch": 2, "offload": "all"},
              {"wrap": "min_params:100", "sharding": "shard_grad_op", "forward_prefetch": 3, "limit_all_gathers": 3},
              {"wrap": "class:LayerNorm", "sharding": "zero1"},
              {"recompute": "every:2", "wrap": "whole", "sharding": "no_shard"},
              {"recompute": "full", "wrap": "class:GPT2MLP", "backward_prefetch_point": "after"}]  # fmt: skip
-
-
-def test_where_and_how_does_not_change_the_result(outcomes: Outcomes) -> None:
-    compare(outcomes, "gpt2", 3, *ELSEWHERE, optimizer="adamw")
-
-
 WHEN = {
     "sharding": ["full_shard", "shard_grad_op"], "forward_prefetch": [0, 2], "backward_prefetch": [0, 1, 3],
     "limit_all_gathers": [0, 1, 2], "limit_reductions": [1, 3], "backward_prefetch_point": ["before", "after"],
 }  # fmt: skip
+SMALLER = {"reshard_size": 2}
+ACCUMULATED = [{}, {"sharding": "no_shard"}, {"offload": "all", "sharding": "shard_grad_op"}]
+# Sums are in fp32 or as it is said. In fp16 the sum of W summands is divided in two parts, before and after.
+PRECISIONS = {"bf16": "bf16", "bf16 sums": Precision(param="bf16", reduce="bf16"), "fp16": "fp16",
+              "fp32 sums of fp16": Precision(param="fp16", reduce="fp32"),
+              "bf16 sums of fp32": Precision(param="fp32", reduce="bf16"),
+              "fp32 output": Precision(param="bf16", output="fp32")}  # fmt: skip
+SUMS = PRECISIONS["bf16 sums"]
+LOW = Precision(param="bf16", reduce="bf16", keep_low_precision_gradients=True)
+SGD, ADAMW = {"optimizer": "sgd"}, {"optimizer": "adamw"}
+# Model, ranks, what one of ours (or of another backend) has beside what all have, and that.
+CASES: dict[str, tuple[str, int, list[dict[str, Any]], dict[str, Any]]] = {
+    "where and how": ("gpt2", 3, ELSEWHERE, ADAMW),
+    "when it is gathered": ("gpt2", 2, [dict(zip(WHEN, row, strict=True)) for row in pairwise(*WHEN.values())], SGD),
+    "last": ("gpt2", 2, [{"backend": "fsdp1"}, {"backend": "ddp"}, *ACCUMULATED], {"sync": "last", "accumulate": 3, **SGD}),
+    # Gradients are brought to fp32 later than otherwise, which changes no bit as long as nothing is added to them.
+    "low until the step": ("gpt2", 3, [{"precision": LOW}, {"precision": LOW, "offload": "all"}],
+                           {"precision": SUMS, "backend": "lab", **SGD}),
+    **{name: ("llama", 2, [{}], {"precision": precision, **ADAMW}) for name, precision in PRECISIONS.items()},
+    # Gradients are summed in fp32 where the sum is fp32, over micro-batches as over ranks.
+    **{f"{precision}, {sync}": ("gpt2", 2, [{"sharding": "zero1"}, {"offload": "optimizer"}],
+                                {"precision": precision, "accumulate": 3, "sync": sync, **SGD})
+       for precision, sync in (("fp16", "last"), ("bf16", "every"))},
+    "every": ("gpt2", 3, ACCUMULATED, {"sync": "every", "accumulate": 2, **SGD}),
+    "accumulation, hybrid": ("gpt2", 4, [{}], {"sync": 2, "accumulate": 3, "sharding": "hybrid_shard", **ADAMW}),
+    "resharding to a smaller group": ("gpt2", 4, [{"backend": "fsdp2", **SMALLER}, SMALLER, {
+        **SMALLER, "forward_prefetch": 2, "backward_prefetch": 2, "offload": "all"}], ADAMW),
+    **{f"{model}, {name}": (model, 3, [{}], {"precision": PRECISIONS[name], **SGD})
+       for model, name in (("gpt2", "bf16"), ("gpt2", "fp16"), ("t5", "bf16 sums"), ("t5", "fp16"))},
+    "hybrid, bf16 sums": ("gpt2", 4, [{"offload": "all"}], {"precision": SUMS, "sharding": "hybrid_shard", **SGD}),
+    "a smaller group, bf16 sums": ("gpt2", 4, [{}], {"precision": SUMS, **SMALLER, **SGD}),
+    # Torch wants batchnorm in the dtype of its running statistics, fp32, and FSDP1 leaves it so by itself.
+    "batchnorm": ("resnet", 2, [{"backend": "fsdp1"}, {}, {"offload": "all"},
+                                {"precision": Precision(param="bf16", buffer="bf16")}], {"precision": "bf16", **SGD}),
+}  # fmt: skip
+QUICK = ("where and how", "when it is gathered", "last", "low until the step", "bf16 sums", "fp16", "fp16, last")
 
 
-def test_when_it_is_gathered_does_not_change_the_result(outcomes: Outcomes) -> None:
-    rows = [dict(zip(WHEN, row, strict=True)) for row in pairwise(*WHEN.values())]
-    compare(outcomes, "gpt2", 2, *rows, optimizer="sgd")
+@pytest.mark.parametrize("name", tiered(CASES, lambda name: name in QUICK))
+def test_no_strategy_changes_the_result(outcomes: Outcomes, name: str) -> None:
+    model, ranks, strategies, common = CASES[name]
+    compare(outcomes, model, ranks, *strategies, **common)
 
 
-# -- hybrid sharding, and a smaller group between forward and backward ---------------------------------------------------
+# -- hybrid sharding -------------------------------------------------------------------------------------------------
 HYBRIDS = [
     {"sharding": "hybrid_shard"},
     {"sharding": "hybrid_shard", "shard_size": 2, "offload": "all", "forward_prefetch": 2, "recompute": "full"},
@@ -118,32 +149,6 @@ def test_hybrid_is_compared_with_hybrid(outcomes: Outcomes) -> None:
     same(outcomes, wanted, *lab, fsdp1)
     with pytest.raises(AssertionError):
         assert_equal(wanted, reference(outcomes, "gpt2", 4, optimizer="adamw"))
-
-
-@pytest.mark.slow
-def test_resharding_to_a_smaller_group(outcomes: Outcomes) -> None:
-    smaller = {"reshard_size": 2, "optimizer": "adamw"}
-    ahead = {"forward_prefetch": 2, "backward_prefetch": 2, "offload": "all"}
-    lab = [steady("gpt2", 4, backend="lab", **smaller, **changes) for changes in ({}, ahead)]
-    same(outcomes, reference(outcomes, "gpt2", 4, optimizer="adamw"), steady("gpt2", 4, **smaller), *lab)
-
-
-# -- accumulation ----------------------------------------------------------------------------------------------------
-SYNCS = [("every", 2, 3), ("last", 3, 2)]
-
-
-@pytest.mark.parametrize(("sync", "accumulate", "world_size"), tiered(SYNCS, lambda sync, *_: sync == "last"))
-def test_accumulation(outcomes: Outcomes, sync: str, accumulate: int, world_size: int) -> None:
-    """The same bits as FSDP2's each way, and as DDP's where the last micro-batch alone communicates."""
-    options = {"sync": sync, "accumulate": accumulate, "optimizer": "sgd"}
-    others = [{"backend": "fsdp1"}, {"backend": "ddp"}] if sync == "last" else []
-    lab = [{}, {"sharding": "no_shard"}, {"offload": "all", "sharding": "shard_grad_op"}]
-    compare(outcomes, "gpt2", world_size, *others, *lab, **options)
-
-
-@pytest.mark.slow
-def test_accumulation_in_hybrid_sharding(outcomes: Outcomes) -> None:
-    compare(outcomes, "gpt2", 4, sync=2, accumulate=3, sharding="hybrid_shard", optimizer="adamw")
 
 
 # -- compiled blocks -------------------------------------------------------------------------------------------------
@@ -163,69 +168,16 @@ def test_compiled_blocks(outcomes: Outcomes) -> None:
         assert wanted.losses == [pytest.approx(losses, rel=1e-4) for losses in plain.losses]
 
 
-# -- low precision ---------------------------------------------------------------------------------------------------
-PRECISIONS = {"bf16": "bf16", "bf16 sums": Precision(param="bf16", reduce="bf16"), "fp16": "fp16",
-              "fp32 sums of fp16": Precision(param="fp16", reduce="fp32"),
-              "bf16 sums of fp32": Precision(param="fp32", reduce="bf16"),
-              "fp32 output": Precision(param="bf16", output="fp32")}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["gpt2", "t5"])
-def test_models_in_low_precision(outcomes: Outcomes, model: str) -> None:
-    """In bf16, whose sums are in fp32 or in bf16, and in fp16."""
-    for precision in ("bf16" if model == "gpt2" else "bf16 sums", "fp16"):
-        compare(outcomes, model, 3, precision=PRECISIONS[precision], optimizer="sgd")
-
-
-@pytest.mark.parametrize("precision", tiered(PRECISIONS, lambda precision: precision in ("bf16 sums", "fp16")))
-def test_every_precision(outcomes: Outcomes, precision: str) -> None:
-    """In fp16 the sum of W summands is divided in two parts, before and after, the same for ours and FSDP2."""
-    compare(outcomes, "llama", 2, precision=PRECISIONS[precision], optimizer="adamw")
-
-
-@pytest.mark.slow
-def test_hybrid_and_smaller_groups_in_low_precision(outcomes: Outcomes) -> None:
-    common = {"precision": PRECISIONS["bf16 sums"], "optimizer": "sgd"}
-    compare(outcomes, "gpt2", 4, {"offload": "all"}, sharding="hybrid_shard", **common)
-    compare(outcomes, "gpt2", 4, reshard_size=2, **common)
-
-
-@pytest.mark.parametrize(
-    ("precision", "sync"), tiered([("bf16", "every"), ("fp16", "last")], lambda precision, sync: sync == "last")
-)
-def test_accumulation_in_low_precision(outcomes: Outcomes, precision: str, sync: str) -> None:
-    """Gradients are summed in fp32 where the sum is fp32, over micro-batches as over ranks."""
-    common = {"precision": PRECISIONS[precision], "optimizer": "sgd", "accumulate": 3, "sync": sync}
-    compare(outcomes, "gpt2", 2, {"sharding": "zero1"}, {"offload": "optimizer"}, **common)
-
-
-def test_low_gradients_until_the_step(outcomes: Outcomes) -> None:
-    """They are brought to fp32 later than otherwise, which changes no bit as long as nothing is added to them."""
-    low = Precision(param="bf16", reduce="bf16", keep_low_precision_gradients=True)
-    common = {"optimizer": "sgd", "backend": "lab"}
-    kept = [steady("gpt2", 3, precision=low, offload=offload, **common) for offload in ("none", "all")]
-    same(outcomes, reference(outcomes, "gpt2", 3, precision=PRECISIONS["bf16 sums"], **common), *kept)
-
-
 def test_buffers_in_bf16_are_as_fsdp1_has_them(outcomes: Outcomes) -> None:
     """FSDP2 and DDP have no dtype for them, so the backend casts them."""
     options = {"optimizer": "sgd"}
     ours, fsdp1, fsdp2, ddp, low_sums = outcomes.of(
         *(steady("llama", 2, backend=b, precision="bf16-pure", **options) for b in ("lab", "fsdp1", "fsdp2", "ddp")),
-        steady("llama", 2, precision=PRECISIONS["bf16 sums"], **options),
+        steady("llama", 2, precision=SUMS, **options),
     )
     assert_equal(fsdp1, ours)
     assert_equal(fsdp2, ours)
     assert ddp.buffers == ours.buffers != low_sums.buffers
-
-
-@pytest.mark.slow
-def test_batchnorm_stays_in_fp32(outcomes: Outcomes) -> None:
-    """Torch wants it in the dtype of its running statistics, and FSDP1 leaves it so by itself."""
-    options = {"precision": "bf16", "optimizer": "sgd"}
-    others = ({"backend": "fsdp1"}, {}, {"offload": "all"}, {"precision": Precision(param="bf16", buffer="bf16")})
-    compare(outcomes, "resnet", 2, *others, **options)
 
 
 # -- from one backend to another -------------------------------------------------------------------------------------
@@ -262,8 +214,7 @@ def test_there_and_back_loses_no_bit(outcomes: Outcomes) -> None:
 def test_batchnorm_statistics_stay_with_their_rank(outcomes: Outcomes) -> None:
     """Each rank has seen batches of its own. Recomputation would show it some of them twice."""
     around = [(s, 1) for s in AROUND if "recompute" not in s] + [({"backend": "lab", "precision": "bf16"}, 0)]
-    steady, switched = outcomes.of(
-        path("resnet", 2, (AROUND[0], len(around) + 1)), path("resnet", 2, *around, (AROUND[0], 2))
-    )
+    ways = [(AROUND[0], len(around) + 1)], [*around, (AROUND[0], 2)]
+    steady, switched = outcomes.of(*(path("resnet", 2, *way) for way in ways))
     assert len(set(steady.buffers)) == 2
     assert_equal(switched, steady)

@@ -1,7 +1,5 @@
 """Ours under the trainer and the session: gradient norms, fp16's scaler, and all that moves in a switch."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
@@ -12,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_lab.rank import Session
 from fsdp_lab.spec.spec import Precision, Spec
 from tests.backends.train import whole
 from tests.engine.parity import digest, spec
 from tests.pool import Place
+from tests.rank.test_session import session
 
 SAID = ("mean_loss", "grad_norm", "skipped", "samples")  # by the events of all ranks alike
 
@@ -33,7 +31,7 @@ class Run:
     def all(self, name: str) -> list[Any]:
         return [e[name] for e in self.events]
 
-    def same(self, other: Run) -> bool:
+    def same(self, other: "Run") -> bool:
         """Everything to the bit."""
         said = all(self.all(name) == other.all(name) for name in SAID)
         return (said and (self.losses, self.scale) == (other.losses, other.scale)
@@ -60,10 +58,7 @@ def follow(ran: Callable[..., list[Any]]) -> Follow:
 
 
 def _follow(place: Place, plan: str, scale: float | None) -> list[Any]:
-    s = Session(
-        rank=place.rank, world_size=place.world_size, device="cpu", store=place.store, threads=1, timeout_s=20,
-        reduction="rank_ordered",
-    )  # fmt: skip
+    s: Any = session(place, reduction="rank_ordered")
     events: list[dict[str, Any]] = []
     draws: Tensor | None = None
     for given, steps in json.loads(plan):

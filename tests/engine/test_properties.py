@@ -2,8 +2,6 @@
 
 Hypothesis draws several models for each run of the ranks; what fails is told by the number of its case."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import warnings
@@ -16,19 +14,9 @@ import torch
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings, strategies as st
 from torch import Tensor, distributed as dist, nn
 
+from fsdp_lab import engine
 from fsdp_lab.backends.base import DTYPES
-from fsdp_lab.engine import (
-    full_state,
-    fully_shard,
-    load_full_state,
-    original_parameters,
-    parameter_groups,
-    sharded_parameters,
-    shards_of,
-    split_unused,
-    units_of,
-    unshard,
-)
+from fsdp_lab.engine import load_full_state, parameter_groups, shards_of, split_unused, units_of, unshard
 from fsdp_lab.engine.unit import UnitState
 from fsdp_lab.spec.spec import SHARDINGS, Strategy
 from tests.covering import tiered
@@ -49,7 +37,7 @@ class Node:
     kind: str  # "linear", "norm", "embedding", or "odd": parameters of any shapes
     shapes: tuple[tuple[int, ...], ...]
     dtype: str
-    children: tuple[Node, ...] = ()
+    children: "tuple[Node, ...]" = ()
     is_unit: bool = False
     times: int = 1  # how often it is called, one after the other; 0: it is there and not used
 
@@ -186,7 +174,7 @@ def shard(model: Part, case: Case, strategy: Strategy) -> None:
     options: dict[str, Any] = {**options_of(strategy), "ignored_params": left_alone}
     units = [m for m in model.modules() if isinstance(m, Part) and m.node.is_unit and m is not model]
     for unit in [*reversed(units), model]:
-        fully_shard(unit, group_of=lambda _, p: group_of(case, p.shape), **options)
+        engine.fully_shard(unit, group_of=lambda _, p: group_of(case, p.shape), **options)
 
 
 def group_of(case: Case, shape: torch.Size) -> Hashable:
@@ -261,7 +249,7 @@ def prepared(case: Case, strategy: Strategy | None = None) -> tuple[Part, State]
 
 
 def full(model: nn.Module) -> State:
-    return dict(full_state(model))
+    return dict(engine.full_state(model))
 
 
 # -- state -----------------------------------------------------------------------------------------------------------
@@ -290,7 +278,7 @@ def inside(model: nn.Module, values: State) -> State:
 
 def not_there_outside(model: nn.Module, values: State) -> None:
     parameters = dict(model.named_parameters())
-    for s, p in zip(shards_of(model), original_parameters(model), strict=True):
+    for s, p in zip(shards_of(model), engine.original_parameters(model), strict=True):
         assert parameters[s.name] is p and same_bits(p.full_tensor(), values[s.name])
         if not p.flat.is_view_of_master:
             assert p.flat.policy.shard_optimizer_only or not p.flat.gathered.is_held
@@ -468,7 +456,7 @@ def padding_is_zero(model: nn.Module) -> None:
 def trained(place: Place, case: Case) -> State:
     """What a model is after a step, on every rank."""
     model, _ = prepared(case)
-    if sharded_parameters(model):
+    if engine.sharded_parameters(model):
         step(place, model, adamw(parameter_groups(model)))
     return full(model)
 

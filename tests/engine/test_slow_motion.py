@@ -10,17 +10,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from fsdp_lab import engine
 from fsdp_lab.base.events import ROOT, ParameterHolding
-from fsdp_lab.engine import (
-    FlatBuffer,
-    ParamShard,
-    UnitState,
-    full_state,
-    runtime_of,
-    sharded_parameters,
-    shards_of,
-    units_of,
-)
+from fsdp_lab.engine import ParamShard, UnitState, full_state, runtime_of, sharded_parameters, shards_of, units_of
 from fsdp_lab.engine.buffer import sharded_form
 from fsdp_lab.engine.schedule import Phase, PointSide, Schedule, UnitCall
 from fsdp_lab.rank.slow_motion import PhaseStepper, Stop, holdings
@@ -77,7 +69,7 @@ def _is_true(model: Any, held: ParameterHolding, shard: ParamShard, whole: Tenso
     """Compare with the storage itself."""
     p = model.get_parameter(shard.name)
     sharded = sharded_form(p)
-    flat: FlatBuffer = sharded.flat
+    flat: engine.FlatBuffer = sharded.flat
     unit = next(unit for unit in units_of(model) if flat in unit.flats)
     assert held.unit == (unit.name or ROOT)
     assert (held.name, held.start, held.stop) == (shard.name, shard.start, shard.stop)

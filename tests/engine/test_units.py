@@ -11,20 +11,8 @@ import torch
 from torch import Tensor, distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_lab.engine import (
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    PrefetchPolicy,
-    buffer,
-    build_mesh,
-    full_state,
-    fully_shard,
-    known_groups,
-    load_full_state,
-    runtime_of,
-    sharded_parameters,
-    units_of,
-)
+from fsdp_lab import engine
+from fsdp_lab.engine import OffloadPolicy, PrefetchPolicy, buffer, build_mesh, fully_shard, known_groups, runtime_of
 from fsdp_lab.engine.mesh import choose_device
 from fsdp_lab.engine.schedule import Direction, Phase
 from fsdp_lab.engine.unit import UnitState
@@ -48,7 +36,7 @@ def train_by_units(place: Place, of_blocks: list[Options], of_root: Options) -> 
     for block, options in zip(model.blocks, of_blocks, strict=True):
         fully_shard(block, **options)
     fully_shard(model, **of_root)
-    ours = torch.optim.AdamW(sharded_parameters(model), lr=0.01)
+    ours = torch.optim.AdamW(engine.sharded_parameters(model), lr=0.01)
     theirs = torch.optim.AdamW(plain.parameters(), lr=0.01)
     norms = []
     for step in range(STEPS):
@@ -59,13 +47,13 @@ def train_by_units(place: Place, of_blocks: list[Options], of_root: Options) -> 
         for norm_type in (float("inf"), 1.0, 3.0):
             wanted, found = (norm_of(m, norm_type) for m in (plain, model))
             assert found == pytest.approx(wanted, rel=1e-5)
-        norms.append(float(torch.nn.utils.clip_grad_norm_(sharded_parameters(model), CLIP).full_tensor()))  # type: ignore[attr-defined]
+        norms.append(float(torch.nn.utils.clip_grad_norm_(engine.sharded_parameters(model), CLIP).full_tensor()))  # type: ignore[attr-defined]
         wanted = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP))
         assert wanted > CLIP and norms[-1] == pytest.approx(wanted, rel=1e-5)
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
-        for name, t in full_state(model):
+        for name, t in engine.full_state(model):
             torch.testing.assert_close(t, plain.get_parameter(name), rtol=1e-5, atol=1e-6)
             copies = [torch.empty_like(t) for _ in range(place.world_size)]
             dist.all_gather(copies, t)
@@ -111,7 +99,7 @@ def resharded(place: Place) -> None:
     runtime_of(model).watch = lambda *event: seen.append(event)
     for _ in range(2):
         loss = mean_square(model, batch(0, place.rank))
-        gathered = {unit.name for unit in units_of(model) if unit.state is UnitState.UNSHARDED}
+        gathered = {unit.name for unit in engine.units_of(model) if unit.state is UnitState.UNSHARDED}
         assert gathered == {"", "blocks.0", "blocks.2"}  # the root's, what asked for it, and what comes first
         loss.backward()
     for unit in ("blocks.0", "blocks.1", "blocks.2"):
@@ -122,7 +110,7 @@ def resharded(place: Place) -> None:
 
 
 def precision_of_their_own(place: Place) -> None:
-    model, half = make(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model, half = make(), engine.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     seen: list[torch.dtype] = []
 
     def widen(module: Any, args: Any, out: Tensor) -> Tensor:
@@ -146,8 +134,8 @@ def state_of_units(place: Place) -> None:
         fully_shard(block, mesh=build_mesh("cpu", shard_size=(1, 2, 4)[i]))
     fully_shard(model, mesh=build_mesh("cpu", shard_size=1))
     values = {name: torch.full_like(p, i) for i, (name, p) in enumerate(make().named_parameters())}
-    load_full_state(model, values)
-    assert all(torch.equal(t, values[name]) for name, t in full_state(model))
+    engine.load_full_state(model, values)
+    assert all(torch.equal(t, values[name]) for name, t in engine.full_state(model))
 
 
 def not_together(place: Place) -> None:

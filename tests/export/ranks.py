@@ -4,14 +4,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab.export import export_script
-from fsdp_lab.rank import Session
 from fsdp_lab.spec.spec import Spec
 from tests.pool import Place, Pool
 from tests.ports import free_ports
+from tests.rank.test_session import session
 
 SEVERAL = Path(__file__).with_name("several.py")
 SMALL = {"model_type": "gpt2", "n_layer": 3, "n_embd": 36, "n_head": 4, "vocab_size": 384, "n_positions": 64,
@@ -24,19 +25,11 @@ def spec(world_size: int = 2, **changes: Any) -> Spec:
 
 
 def _train(place: Place, specs: list[dict[str, Any]], steps: int) -> list[list[float]]:
-    session = Session(
-        rank=place.rank,
-        world_size=place.world_size,
-        device="cpu",
-        store=place.store,
-        threads=max(1, len(os.sched_getaffinity(0)) // place.world_size),
-        timeout_s=60,
-    )
-    losses = []
-    for given in specs:
-        session.apply("run", given, fresh=True)
-        losses.append([event["mean_loss"] for event in session.train(steps)["events"]])
-    session.close()
+    losses, threads = [], max(1, len(os.sched_getaffinity(0)) // place.world_size)
+    with closing(session(place, threads=threads, timeout_s=60)) as s:
+        for given in specs:
+            s.apply("run", given, fresh=True)
+            losses.append([event["mean_loss"] for event in s.train(steps)["events"]])
     return losses
 
 

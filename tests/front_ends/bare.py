@@ -3,8 +3,6 @@
 It runs the cells of a notebook, keeps the state of every widget, sends what a person would change, and, where `looks` is
 true, holds a page for the live view that mounts and acknowledges. It uses no subshell and no server."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +21,7 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 class RemotePage(Page):
     """A page of the live view that speaks with it through a front end."""
 
-    def __init__(self, front_end: BareFrontEnd, comm: str) -> None:
+    def __init__(self, front_end: "BareFrontEnd", comm: str) -> None:
         super().__init__(None, "bare")  # type: ignore[arg-type]  # the view is in another process
         self._front_end, self._comm = front_end, comm
         self.buffer_bytes: list[int] = []

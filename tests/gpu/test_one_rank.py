@@ -62,9 +62,7 @@ CASES = pytest.mark.parametrize("case", range(len(EACH)), ids=[str(changes) for 
 
 @CASES
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_rank_trains_what_fsdp2_trains_and_tells_its_figures(
-    ran: Callable[..., list[Any]], precision: str, case: int
-) -> None:
+def test_a_rank_trains_what_fsdp2_trains_and_tells_its_figures(ran: Callable[..., Any], precision: str, case: int):
     """Kernels may add in another order, hence a tolerance of some ulps of the dtype."""
     events, theirs = (told_by(ran, precision, i) for i in (case, EACH.index({"backend": "fsdp2"})))
     losses = [e.mean_loss for e in events]

@@ -40,9 +40,7 @@ SHARED, OWN = on("cuda:0", "cuda:0"), on("cuda:0", "cuda:1")
 BOTH = pytest.mark.parametrize("devices", [SHARED, OWN])
 
 
-def trained(
-    pool: Pool, devices: Sequence[str], wanted: Spec, steps: int = 4, shared_memory: bool = True
-) -> list[dict[str, Any]]:
+def trained(pool: Pool, devices: Sequence[str], wanted: Spec, steps: int = 4, shared_memory: bool = True) -> Any:
     """The events of rank 0; all ranks tell the same losses."""
     plan = [(wanted.to_dict(), steps)]
     ranks = pool.run(_follow, len(devices), plan, "auto", shared_memory, devices=devices, reduction=None)
@@ -160,9 +158,7 @@ def test_a_killed_rank_leaves_others_that_can_save_what_they_hold(
 
 @pytest.mark.parametrize("many", [SHARED, OWN, on("cuda:0", "cuda:1", "cuda:0", "cuda:1")])
 @pytest.mark.parametrize("grows", [True, False], ids=["from one", "to one"])
-def test_a_checkpoint_goes_on_with_another_number_of_ranks(
-    pool: Pool, many: Sequence[str], grows: bool, tmp_path: Path
-) -> None:
+def test_a_checkpoint_goes_on_with_other_ranks(pool: Pool, many: Sequence[str], grows: bool, tmp_path: Path) -> None:
     (before, first), (after, then) = ((devices, spec(len(devices), micro_batch=4 // len(devices)).to_dict())
                                       for devices in ((many[:1], many) if grows else (many, many[:1])))  # fmt: skip
     told = pool.run(_undisturbed, len(before), [first], str(tmp_path), devices=before, reduction=None)

@@ -250,10 +250,8 @@ class Slurm:
             until(lambda: not subprocess.run(["munge", "-n"], capture_output=True).returncode, 10, "munge")
 
     def ask(self, *command: str) -> str:
-        done = subprocess.run(
-            command, env={**os.environ, **self.environment}, capture_output=True, text=True, timeout=LIMIT_S
-        )
-        return done.stdout
+        own = {**os.environ, **self.environment}
+        return subprocess.run(command, env=own, capture_output=True, text=True, timeout=LIMIT_S).stdout
 
     def states(self) -> list[str]:
         return self.ask("sinfo", "-h", "-N", "-o", "%t").split()

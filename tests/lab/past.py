@@ -9,8 +9,6 @@ from tests.lab.events import SPEC, event
 from tests.lab.kept import RecordedRun, told
 
 MIB = 1 << 20
-
-
 ENVIRONMENT = {"torch": "2.13.0", "machine": {"cpus": 2}, "gpus": []}
 
 
@@ -26,23 +24,21 @@ def past(run: str = "r", spec: Spec = SPEC, *, steps: int = 30, step_s: float = 
         turn, place = divmod(step, each)
         took = step_s * (1 + noise * chance.uniform(-1, 1)) * (1 + drift * turn) * (6 if not place else 1)
         at = begin_unix_s + turn * every_s + (place + 1) * step_s
-        events += step_of(spec, run, step, took, at, peak_mib * MIB, first=not place, loss=5.0 - 0.05 * step + loss_off)
+        loss = dict.fromkeys(("loss", "mean_loss"), 5.0 - 0.05 * step + loss_off)
+        events += step_of(spec, run, step, took, at, peak_mib * MIB, first_after_switch=not place, **loss)
     return told(spec, events, **{"id": run, "environment": ENVIRONMENT, **more})
 
 
-def step_of(
-    spec: Spec, run: str, step: int, took: float, at: float, peak: int, *, first: bool, loss: float
-) -> list[StepEvent]:
+def step_of(spec: Spec, run: str, step: int, took: float, at: float, peak: int, **more: Any) -> list[StepEvent]:
     return [
         event(
-            rank, step, spec, run=run, end_unix_s=at, step_time_s=took * (1 - 0.1 * rank), first_after_switch=first,
-            mean_loss=loss, loss=loss, peak_flops_per_s=1e11, peak_source="measured",
+            rank, step, spec, run=run, end_unix_s=at, step_time_s=took * (1 - 0.1 * rank), peak_flops_per_s=1e11,
+            peak_source="measured", notes=("CPU and Gloo: not a GPU's.",), **more,
             comm={"all_gather": Traffic(calls=4, link_bytes=1000, seconds=0.2 * took, exposed_seconds=0.05 * took)},
             memory=Memory(
                 peak_bytes=peak + rank * MIB, outside_bytes=7 * MIB, limit_bytes=1000 * MIB,
                 at_peak=RoleBytes(parameters_bytes=peak // 2, activations_bytes=peak // 2 + rank * MIB),
             ),
-            notes=("CPU and Gloo: not a GPU's.",),
         )
         for rank in range(spec.world_size)
     ]  # fmt: skip

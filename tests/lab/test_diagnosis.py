@@ -113,10 +113,8 @@ def test_a_cause_is_named_beyond_its_limit(cause: Cause, changes: dict[str, Any]
 
 
 def test_compiling_again_and_again_is_named_with_the_guard() -> None:
-    spec = Spec().replace(compile=True)
-    twice, thrice = (
-        [replace(e, recompiled=("x is 3",) if 0 < e.step < n else ()) for e in steps(spec)] for n in (3, 4)
-    )
+    spec, why = Spec().replace(compile=True), ("x is 3",)
+    twice, thrice = ([replace(e, recompiled=why if 0 < e.step < n else ()) for e in steps(spec)] for n in (3, 4))
     (d,) = found(spec, thrice)
     assert d.cause is Cause.COMPILATION and not found(spec, twice)
     assert "3 steps, last in step 3" in d.sentence and "x is 3" in d.sentence and d.changes == {"compile": False}

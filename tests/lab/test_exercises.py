@@ -263,9 +263,7 @@ def test_nothing_is_named_where_nothing_is_wrong(real_lab: Lab, changes: dict[st
     assert real_lab.run(Spec().replace(**{**SMALL, **changes}), steps=7).wait(90).diagnoses == ()
 
 
-PATIENT = Spec().replace(
-    model="gpt2-1m", micro_batch=1, seq_len=32, accumulate=2, sync="last", link="0.01 GB/s, 100 us"
-)
+PATIENT = SPEC.replace(micro_batch=1, seq_len=32, accumulate=2, sync="last", link="0.01 GB/s, 100 us")
 
 
 @pytest.mark.slow

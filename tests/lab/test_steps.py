@@ -1,7 +1,5 @@
 """Steps over all ranks: after a restart every view of a run shows what an undisturbed run shows."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,12 +47,12 @@ class Recorded(Telling):
         self.id, self.environment = "the run", {}
         self.ended_unix_s = None
 
-    def train(self, steps: Iterable[int]) -> Recorded:
+    def train(self, steps: Iterable[int]) -> "Recorded":
         for step in steps:
             self.events.add(measured(step, self.spec))
         return self
 
-    def begin_again(self, step: int, spec: Spec | None = None) -> Recorded:
+    def begin_again(self, step: int, spec: Spec | None = None) -> "Recorded":
         """As `Run` does after a failure."""
         before, self.spec = self.spec, spec or self.spec
         self.events.restart(step)

@@ -32,10 +32,7 @@ def test_dropout_is_zero_and_the_config_given_is_left_alone() -> None:
     assert resolved.resid_pdrop == resolved.attn_pdrop == resolved.embd_pdrop == 0
     bert = resolve(BertConfig())
     assert bert.hidden_dropout_prob == bert.attention_probs_dropout_prob == 0 and resolve("t5-1m").dropout_rate == 0
-
-
-def test_what_else_is_drawn_in_a_forward_is_off_as_dropout_is() -> None:
-    """Noise of routers, stochastic depth, and dropouts of several stages."""
+    # noise of routers, stochastic depth, and dropouts of several stages
     mixtral = {"model_type": "mixtral", "num_hidden_layers": 1, "num_local_experts": 2, "router_jitter_noise": 0.1}
     assert resolve(mixtral).router_jitter_noise == 0 and resolve(mixtral, dropout="config").router_jitter_noise == 0.1
     assert resolve("switch_transformers").router_jitter_noise == 0
@@ -62,7 +59,10 @@ def test_the_text_of_a_family_that_sees_as_well_is_read_as_a_text_models(model_t
 
 
 def test_padding_and_the_start_of_a_decoder_are_what_the_family_takes() -> None:
-    """A byte that would be padding is learned all the same; a family that takes no None keeps its padding."""
+    """A byte that would be padding is learned all the same; a family that takes no None keeps its padding. RoBERTa's 34
+    positions, which begin behind the padding's id, hold 32 tokens."""
+    roberta = {"model_type": "roberta", "pad_token_id": 1, "max_position_embeddings": 34, "vocab_size": 300}
+    assert facts_of(roberta).max_positions == 32 and facts_of({**roberta, "model_type": "bert"}).max_positions == 34
     assert resolve({"model_type": "bloom", "pad_token_id": 100}).pad_token_id is None
     assert resolve({"model_type": "modernbert-decoder", "pad_token_id": 0}).pad_token_id == 0
     assert resolve({"model_type": "t5"}).decoder_start_token_id == 0
@@ -103,9 +103,3 @@ def test_presets_and_check_need_neither_torch_nor_transformers() -> None:
             "check(Workload()); check(Workload(model='vit-1m', data='images'));"
             "assert not {'torch', 'transformers'} & set(sys.modules)")  # fmt: skip
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_positions_that_begin_behind_the_padding_id_are_fewer() -> None:
-    """RoBERTa's 34 positions hold 32 tokens."""
-    roberta = {"model_type": "roberta", "pad_token_id": 1, "max_position_embeddings": 34, "vocab_size": 300}
-    assert facts_of(roberta).max_positions == 32 and facts_of({**roberta, "model_type": "bert"}).max_positions == 34

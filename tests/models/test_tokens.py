@@ -154,10 +154,8 @@ def test_every_format_of_the_same_records_has_the_same_tokens(tmp_path: Path, fo
         with writer(str(tmp_path / f"{name}.arrow"), table.schema) as out:
             out.write_table(table, max_chunksize=7)
     datasets.Dataset(table).save_to_disk(tmp_path / "saved", num_shards=2)
-    places = ("a", "b/records.json", "c", "file.arrow", "stream.arrow", "saved")
-    found = [
-        rows(Workload(model=GPT2, data=str(tmp_path / p), tokenizer=folder, seq_len=16))["input_ids"] for p in places
-    ]
+    places = (str(tmp_path / name) for name in ("a", "b/records.json", "c", "file.arrow", "stream.arrow", "saved"))
+    found = [rows(Workload(model=GPT2, data=p, tokenizer=folder, seq_len=16))["input_ids"] for p in places]
     assert all(torch.equal(each, found[0]) for each in found) and len(found[0]) > 10
 
 
@@ -200,11 +198,10 @@ MESSAGE = (
     "{% for part in m['content'] %}{{ part['text'] }} {% endfor %}{% if 'tool_calls' in m %}{% for c in m['tool_calls'] %}"
     "{{ c['function']['name'] }} {{ c['function']['arguments'] | tojson }} {% endfor %}{% endif %}<end> "
 )
+MARKED = "{% generation %}" + MESSAGE + "{% endgeneration %}"
 
 
-@pytest.mark.parametrize(
-    "answer", [MESSAGE, "{% generation %}" + MESSAGE + "{% endgeneration %}"], ids=["prefixes", "marked"]
-)
+@pytest.mark.parametrize("answer", [MESSAGE, MARKED], ids=["prefixes", "marked"])
 def test_a_chats_tools_calls_and_parts_are_those_of_the_template_alone(tmp_path: Path, answer: str) -> None:
     """From each format; also where a table has keys that a message lacks, or tools as text."""
     template = (
@@ -483,9 +480,8 @@ def test_what_json_can_hold_is_what_the_tokenizer_gets(tmp_path: Path, folder: s
     said = ["w1\u2028w2\x85w3", "w4 \0 w5", "w6 \U0001f642", "w7" + " " * 1_200_000 + "w8"]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for name, end, sides in (("a.jsonl", "\n", said), ("b.json", "\r", said[::-1])):
-        lines = [
-            json.dumps({"text": s, "other": i if i % 2 else s}, ensure_ascii=s is said[2]) for i, s in enumerate(sides)
-        ]
+        records = [{"text": s, "other": i if i % 2 else s} for i, s in enumerate(sides)]
+        lines = [json.dumps(record, ensure_ascii=record["text"] is said[2]) for record in records]
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + "".join(line + end for line in lines).encode())
         found = rows(Workload(model=GPT2, data=str(tmp_path / name), tokenizer=folder, seq_len=4, **IN_ORDER))
         alone = [i for s in sides for i in [*tokenizer(s).input_ids, END]]

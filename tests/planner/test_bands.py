@@ -96,9 +96,7 @@ def test_what_just_fits_fits_in_half_of_all_cases() -> None:
     assert "likely to fit" in repr(found.within(int(1.05 * needed))) and "likely" not in repr(found)
 
 
-@given(
-    values=st.lists(st.floats(0.001, 3.0), min_size=len(LEVELS), max_size=len(LEVELS), unique=True), at=st.floats(0, 5)
-)
+@given(st.lists(st.floats(0.001, 3.0), min_size=len(LEVELS), max_size=len(LEVELS), unique=True), st.floats(0, 5))
 def test_quantiles_and_probabilities_are_each_other_s_inverse(values: list[float], at: float) -> None:
     found = Quantiles(tuple(sorted(values)))
     assert found.probability_below(0.0) == 0.5

@@ -90,10 +90,8 @@ def test_recompute_of_more_blocks_and_larger_shard_groups_save_memory() -> None:
     shape = shape_for("llama-7b")
 
     def peak(ranks: int = 64, **changes: Any) -> int:
-        spec = Spec(world_size=ranks).replace(
-            seq_len=4096, micro_batch=4, recompute="full", precision="bf16", held_out=0.0
-        )
-        return memory(spec.replace(**changes), shape, device="cuda").peak_bytes
+        usual = {"seq_len": 4096, "micro_batch": 4, "recompute": "full", "precision": "bf16", "held_out": 0.0}
+        return memory(Spec(world_size=ranks).replace(**{**usual, **changes}), shape, device="cuda").peak_bytes
 
     assert peak(recompute="none") > peak(recompute="every:2") > peak()
     assert peak(sharding="hybrid_shard", shard_size=8) > peak(sharding="hybrid_shard", shard_size=16)
@@ -112,10 +110,8 @@ def test_loading_takes_what_a_rank_keeps_without_optimizer_state() -> None:
 
 @pytest.mark.slow
 def test_a_plan_of_a_frozen_model_has_less_of_all_and_its_blocks_are_told_apart_once() -> None:
-    spec, mlp = Spec(world_size=8).replace(model="gpt2-10m"), ("transformer.h.*.mlp.*",)
-    whole, part = (
-        plan(spec.replace(freeze=f), shape_for("gpt2-10m", frozen=f), machine("h100", 8)) for f in (None, mlp)
-    )
+    spec, mlp, where = Spec(world_size=8).replace(model="gpt2-10m"), ("transformer.h.*.mlp.*",), machine("h100", 8)
+    whole, part = (plan(spec.replace(freeze=f), shape_for("gpt2-10m", frozen=f), where) for f in (None, mlp))
     for found in (whole, part):
         counted = count_flops(resolve("gpt2-10m"), 128, frozen=found.spec.workload.freeze).model
         assert found.shape.step_flops(128) == pytest.approx(counted, rel=0.05)

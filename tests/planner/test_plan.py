@@ -62,6 +62,8 @@ def test_gradients_are_sent_as_often_as_micro_batches_communicate() -> None:
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ArgumentError, match="the machine has 8 and the Spec 64"):
         plan(SPEC, SEVEN, machine("a100-80", 8))
+    with pytest.raises(ArgumentError, match="ranks: 0 is refused"):
+        machine("a100", 0)
     with pytest.raises(SpecError, match="mapped is for ranks on CPUs; use copy"):
         plan(SPEC.replace(backend="lab", gather="mapped", precision="fp32"), SEVEN, machine("a100-80", 64))
 

@@ -1,8 +1,6 @@
 """The audit of updates: loops that are wrong in silence, each named by parameter within 20 steps, and loops that are right,
 of which nothing is said."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import closing

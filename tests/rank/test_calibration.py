@@ -39,9 +39,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("call_s", [1e-6, 0.7 * MEASURING_S, 5 * MEASURING_S])
-def test_a_figure_takes_as_long_on_every_rank_whatever_a_call_takes_there(
-    monkeypatch: pytest.MonkeyPatch, call_s: float
-) -> None:
+def test_a_figure_takes_as_long_on_every_rank_whatever_a_call_takes(monkeypatch: pytest.MonkeyPatch, call_s: float):
     clock, met_s = Clock(), list[float]()
     monkeypatch.setattr(calibration, "time", clock)
     info: Any = SimpleNamespace(device=torch.device("cpu"))

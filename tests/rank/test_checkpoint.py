@@ -22,17 +22,8 @@ from fsdp_lab.backends.state import Chunk, snapshot
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.rank import checkpointing
 from fsdp_lab.rank.checkpointing import read_shards, write_shard
-from fsdp_lab.spec.checkpoint_format import (
-    MANIFEST,
-    PARTIAL,
-    Checkpoint,
-    begin,
-    checkpoints,
-    find,
-    finish,
-    incomplete_checkpoints,
-    prune,
-)
+from fsdp_lab.spec import checkpoint_format
+from fsdp_lab.spec.checkpoint_format import MANIFEST, PARTIAL, checkpoints, find, finish, incomplete_checkpoints, prune
 from fsdp_lab.spec.spec import Spec
 from tests.pool import Place, Pool
 from tests.rank.test_generation import RESNET
@@ -281,11 +272,11 @@ def test_the_newest_few_are_kept_and_the_best(tmp_path: Path) -> None:
 NUMBERS = [Chunk(name=f"parameter.p{i}", start=0, values=torch.full((20_000,), float(i))) for i in range(12)]
 
 
-def _written(folder: Path, step: int, kind: str = "step", run: str = "run") -> Checkpoint:
+def _written(folder: Path, step: int, kind: str = "step", run: str = "run") -> checkpoint_format.Checkpoint:
     """One of a single rank."""
     state = {"run": run, "step": step, "spec": spec().to_dict(), "samples": 0, "optimizer": {"slots": [], "steps": 0},
              "writers": [0], "modules": {}}  # fmt: skip
-    partial = begin(folder, step)
+    partial = checkpoint_format.begin(folder, step)
     file, nbytes = write_shard(partial, 0, NUMBERS)
     return finish(partial, [{"file": file, "bytes": nbytes, "state": state}], kind=kind)
 

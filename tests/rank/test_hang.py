@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -23,22 +24,10 @@ from fsdp_lab.rank import Session, lifecycle
 from fsdp_lab.rank.heartbeat import STILL_S, LongWorkLog
 from fsdp_lab.wire import RankAborted
 from tests.pool import Place, Pool, RankError
+from tests.rank import test_session as sessions
 from tests.rank.test_not_finite import said_by
-from tests.rank.test_session import (
-    _follow,
-    _interrupted,
-    _stall,
-    answers,
-    apply,
-    before_batches,
-    call,
-    fails,
-    running,
-    session,
-    spec,
-    train,
-)
-from tests.wire.simulated_nccl import simulated, simulated_deaf
+from tests.rank.test_session import _stall, answers, apply, before_batches, call, fails, running, session, spec, train
+from tests.wire.simulated_nccl import simulated
 
 LIMIT_S = 1.5  # the reports of a rank have its stack a second after it stands still
 
@@ -167,7 +156,7 @@ WAITED_S = 12.0  # in which ranks, also on a busy machine, get to the wait in wh
 
 
 def test_it_trains_what_is_trained_over_gloo(pool: Pool, steady: list[float]) -> None:
-    for events, _ in pool.run(simulated, 2, _follow, [(spec().to_dict(), 4)], reduction=None):
+    for events, _ in pool.run(simulated, 2, sessions._follow, [(spec().to_dict(), 4)], reduction=None):
         assert [e["mean_loss"] for e in events] == steady[:4]
         assert all(t["seconds"] > 0 for t in events[-1]["comm"].values()), "the device's times"
 
@@ -247,4 +236,4 @@ def test_what_nccl_s_watchdog_finds_late_ends_the_step_and_an_aborted_switch_kee
 def test_without_nccl_s_abort_the_ranks_would_stay(pool: Pool) -> None:
     """So the tests above see that it is called, and that the simulation blocks as a GPU does."""
     with pytest.raises(RankError, match=r"did not answer(.|\n)*simulated_nccl.py.* in wait"):
-        pool.run(simulated_deaf, 2, _interrupted, {}, "0", reduction=None, timeout_s=WAITED_S)
+        pool.run(partial(simulated, deaf=True), 2, sessions._interrupted, {}, "0", reduction=None, timeout_s=WAITED_S)

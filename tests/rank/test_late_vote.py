@@ -19,7 +19,7 @@ import torch
 from fsdp_lab.rank import Session, measure, rendezvous
 from fsdp_lab.rank.rendezvous import own_connection
 from fsdp_lab.rank.trainer import Trainer
-from tests.engine.simulated import Event, SimulatedDevice
+from tests.engine.simulated import Event, SimulatedDevice, tensors_in
 from tests.pool import Place, Pool, RankError
 from tests.rank.test_not_finite import WAY_OUT, held, said_by
 from tests.rank.test_session import DDP, running, spec, trainer_of
@@ -138,7 +138,7 @@ def _disturbed(place: Place, what: str, file: str = "") -> Any:
             interrupt()
 
     def land(group: SimulatedGroup, outputs: Any, copies: Any) -> None:
-        is_vote = happens("stopped, in the vote") and simulated_nccl._tensors(outputs)[0].dtype == torch.float64
+        is_vote = happens("stopped, in the vote") and tensors_in(outputs)[0].dtype == torch.float64
         if is_vote and place.rank == 1:
             store.wait(["landed"], timedelta(seconds=20))
             interrupt()

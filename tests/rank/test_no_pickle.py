@@ -2,7 +2,6 @@
 
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,10 +13,13 @@ from tests.rank.test_session import DDP, session, spec
 
 
 def _life(place: Place, folder: str) -> list[int]:
-    """Start, all switches, a suspension, a checkpoint and its resume, while torch's functions for objects raise."""
+    """Start, all switches, a suspension, a checkpoint and its resume, while torch's functions for objects raise; and what
+    all ranks tell each other."""
     refuse, steps = mock.Mock(side_effect=AssertionError("pickled")), []
     patched = mock.patch.multiple(c10d, _object_to_tensor=refuse, _tensor_to_object=refuse)
     with patched, closing(session(place)) as s:
+        told = gather_json({"pair": (place.rank, None), "exact": 0.1 + place.rank, "text": "é" * place.rank})
+        assert told == [{"pair": [r, None], "exact": 0.1 + r, "text": "é" * r} for r in range(2)]
         for changes in ({}, {"backend": "fsdp2"}, {"backend": "fsdp1"}, DDP, {"sharding": "zero1", "offload": "all"}):
             s.apply("run", spec(**changes).to_dict())
             steps.append(s.train(1)["step"])
@@ -35,12 +37,3 @@ def _life(place: Place, folder: str) -> list[int]:
 @pytest.mark.slow
 def test_ranks_start_switch_save_and_resume_without_a_pickle(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(_life, 2, str(tmp_path), reduction=None) == [[1, 2, 3, 4, 5, 6]] * 2
-
-
-def _gathered(place: Place) -> list[Any]:
-    return gather_json({"pair": (place.rank, None), "exact": 0.1 + place.rank, "text": "é" * place.rank})
-
-
-def test_each_rank_has_the_values_of_all(pool: Pool) -> None:
-    wanted = [{"pair": [r, None], "exact": 0.1 + r, "text": "é" * r} for r in range(2)]
-    assert pool.run(_gathered, 2) == [wanted] * 2

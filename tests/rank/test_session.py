@@ -42,8 +42,8 @@ BACKENDS: dict[str, dict[str, Any]] = {"lab": {"backend": "lab"}, "fsdp2": {"bac
 
 def session(place: Place, **options: Any) -> Session:
     return Session(rank=place.rank, world_size=place.world_size, device=str(place.info.device), store=place.store,
-                   threads=1, shared_gpu_ranks=place.sharing, memory_cap=0.9 / place.sharing,
-                   **{"timeout_s": 20, **options})  # fmt: skip
+                   shared_gpu_ranks=place.sharing, memory_cap=0.9 / place.sharing,
+                   **{"timeout_s": 20, "threads": 1, **options})  # fmt: skip
 
 
 @contextmanager

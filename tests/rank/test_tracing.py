@@ -1,7 +1,5 @@
 """A traced step: its spans cover it without overlap, name every unit, agree across ranks, and change nothing."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter
@@ -96,7 +94,7 @@ def test_tracing_changes_no_bit_and_the_ranks_clocks_agree(by_rank: list[list[li
 AHEAD_S = 1234.5
 
 
-def _clocks_apart(place: Place) -> tuple[tracing.Clock, tracing.Clock]:
+def _clocks_apart(place: Place) -> tuple[tracing.ClockOffset, tracing.ClockOffset]:
     """The real clocks, which on one machine are one; then with rank 1's ahead."""
     true = tracing.compare_clocks(place.world)
     ahead_s = AHEAD_S if place.rank == 1 else 0.0

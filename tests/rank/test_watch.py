@@ -1,8 +1,6 @@
 """A loop of a user's own, watched: the same figures as the lab's own run of the same Spec, for every wrapper. How often
 steps wait for a device that lags behind the host, and that their events come anyway."""
 
-from __future__ import annotations
-
 import math
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
@@ -424,7 +422,7 @@ class LateDevice:
     def __init__(self) -> None:
         self.made = self.reached = self.waits = 0
 
-    def mark(self) -> Mark:
+    def mark(self) -> "Mark":
         self.made += 1
         return Mark(self, self.made)
 
@@ -447,7 +445,7 @@ class Mark:
     def synchronize(self) -> None:
         self.device.reached = max(self.device.reached, self.number)
 
-    def elapsed_time(self, later: Mark) -> float:
+    def elapsed_time(self, later: "Mark") -> float:
         assert self.query() and later.query(), "read before the device is there"
         return 1e3 * STEP_S * (later.number - self.number)
 

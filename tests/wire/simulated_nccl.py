@@ -12,8 +12,6 @@ Floats of 32 bits and fewer are "on the device"; other tensors, such as the lab'
 
 `simulated(place, function, ...)` is for `pool.run`: it calls the function in a rank whose NCCL is simulated."""
 
-from __future__ import annotations
-
 import ctypes
 import queue
 import threading
@@ -27,9 +25,11 @@ from unittest import mock
 import torch
 from torch import Tensor, distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from fsdp_lab.rank import rendezvous
 from fsdp_lab.wire import group as wire_group
+from tests.engine.simulated import tensors_in
 from tests.pool import Place
 
 LATE_S = 0.1  # how late the watchdog reports the end of a collective
@@ -96,13 +96,13 @@ class Event:
         for gate in self._behind:
             gate.wait()
 
-    def elapsed_time(self, other: Event) -> float:
+    def elapsed_time(self, other: "Event") -> float:
         """In milliseconds."""
         return (other.happened_s - self.happened_s) * 1e3
 
 
 class SimulatedWork(dist.Work):
-    def __init__(self, device: SimulatedNccl, tensors: list[Tensor]) -> None:
+    def __init__(self, device: "SimulatedNccl", tensors: list[Tensor]) -> None:
         super().__init__()
         self._device, self.tensors = device, tensors  # like NCCL's, it holds them
         self.done = Gate()
@@ -126,7 +126,7 @@ class SimulatedGroup:
     to it waits until the operation times out. A collective is passed to the thread by its name: as a method of the group
     it would be a reference, also in the traceback of a collective that is refused after an abort."""
 
-    def __init__(self, device: SimulatedNccl, gloo: Any, timeout: timedelta) -> None:
+    def __init__(self, device: "SimulatedNccl", gloo: Any, timeout: timedelta) -> None:
         self._device, self._gloo, self._timeout_s = device, gloo, timeout.total_seconds()
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._aborted = threading.Event()
@@ -145,7 +145,7 @@ class SimulatedGroup:
         return lambda *args: self._issue(name, args)
 
     def _issue(self, name: str, args: tuple[Any, ...]) -> SimulatedWork | None:
-        work, behind = SimulatedWork(self._device, _tensors(args)), list(self._device.current.behind)
+        work, behind = SimulatedWork(self._device, tensors_in(args)), list(self._device.current.behind)
         with self._lock:
             if self._aborted.is_set():
                 raise RuntimeError("NCCL communicator was aborted")
@@ -202,7 +202,8 @@ class SimulatedGroup:
             if any(t.untyped_storage().nbytes() < t.numel() * t.element_size() for t in tensors):
                 raise AssertionError("a tensor was freed before its collective began")
             copies = {id(t): t.detach().clone() for t in tensors}
-        inner, until_s = getattr(self._gloo, name)(*_mapped(args, copies)), time.monotonic() + self._timeout_s
+        given = tree_map_only(Tensor, lambda t: copies[id(t)], args)
+        inner, until_s = getattr(self._gloo, name)(*given), time.monotonic() + self._timeout_s
         while not self._aborted.is_set():
             try:
                 inner.wait(_SLICE)
@@ -218,7 +219,7 @@ class SimulatedGroup:
     def _land(self, outputs: Any, copies: dict[int, Tensor]) -> None:
         with self._lock:
             if not self._aborted.is_set():
-                for t in _tensors(outputs):
+                for t in tensors_in(outputs):
                     t.detach().copy_(copies[id(t)])
 
 
@@ -296,28 +297,8 @@ class _Kernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def simulated(place: Place, function: Callable[..., Any], *args: Any) -> Any:
-    """Call `function(place, *args)` in a rank whose NCCL is simulated."""
-    return _call(SimulatedNccl(), place, function, args)
-
-
-def simulated_deaf(place: Place, function: Callable[..., Any], *args: Any) -> Any:
-    """The same, where NCCL's abort does nothing."""
-    return _call(SimulatedNccl(deaf=True), place, function, args)
-
-
-def _call(device: SimulatedNccl, place: Place, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def simulated(place: Place, function: Callable[..., Any], *args: Any, deaf: bool = False) -> Any:
+    """Call `function(place, *args)` in a rank whose NCCL is simulated. `deaf`: NCCL's abort does nothing."""
+    device = SimulatedNccl(deaf=deaf)
     with mock.patch.object(rendezvous, "nccl_of", lambda info: device), device.running():
         return function(place, *args)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [t for v in value for t in _tensors(v)] if isinstance(value, (list, tuple)) else []
-
-
-def _mapped(value: Any, copies: dict[int, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return copies[id(value)]
-    return [_mapped(v, copies) for v in value] if isinstance(value, (list, tuple)) else value

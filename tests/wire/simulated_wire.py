@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from fsdp_lab.engine import mesh
 from fsdp_lab.rank import rendezvous
@@ -66,7 +67,7 @@ class NcclOnDevice(Nccl):
         return GroupOf(wire_group._open_gloo(store, rank, size, timeout), lambda *given: self._issue(stream, *given))
 
     def _issue(self, stream: str, name: str, call: Callable[..., Any], args: tuple[Any, ...]) -> Work:
-        plain = [_detached(arg) for arg in args]
+        plain = tree_map_only(Tensor, Tensor.detach, args)
         outputs, inputs = tensors_in(args[0]), tensors_in(args[1:])
         return self.device.collective(name, stream, outputs, inputs, lambda: call(*plain))
 
@@ -155,9 +156,3 @@ def wire_on_device(place: Place, over: str) -> Iterator[WireOnDevice]:
         yield WireOnDevice(place, world, over)
     finally:
         close_groups(place.context)
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
-    return [_detached(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -7,22 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_optimizer_state_dict
 
 from tests.engine.scenarios.engines import Engine, square, step, train
 from tests.engine.toys import Net
 
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-_EVERYWHERE = StateDictOptions(full_state_dict=True)
-_FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+_WHOLE = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+_EVERYWHERE = state_dict.StateDictOptions(full_state_dict=True)
+_FROM_RANK_0 = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
 Way = Callable[[Any, torch.optim.Optimizer, Path], None]
@@ -43,7 +36,7 @@ def _save_sharded(model: Any, optimizer: torch.optim.Optimizer, folder: Path) ->
 def _load_sharded(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     of_model, of_optimizer = get_state_dict(model, optimizer)
     dcp.load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+    state_dict.set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
 
 
 def _save_plain(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
@@ -61,7 +54,7 @@ def _load_plain(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> N
 
 def _save_whole(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """One file, written by rank 0, as a single process would have it."""
-    of_model = get_model_state_dict(model, options=_WHOLE)
+    of_model = state_dict.get_model_state_dict(model, options=_WHOLE)
     of_optimizer = get_optimizer_state_dict(model, optimizer, options=_WHOLE)
     if dist.get_rank() == 0:
         folder.mkdir(exist_ok=True)
@@ -74,14 +67,14 @@ def _load_whole(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> N
     read: Any = {"model": {}, "optimizer": {}}
     if dist.get_rank() == 0:
         read = torch.load(folder / "whole.pt", weights_only=True)
-    set_model_state_dict(model, read["model"], options=_FROM_RANK_0)
+    state_dict.set_model_state_dict(model, read["model"], options=_FROM_RANK_0)
     set_optimizer_state_dict(model, optimizer, read["optimizer"], options=_FROM_RANK_0)
 
 
 def _load_whole_everywhere(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """Every rank reads all of it. torch then gives the optimizer whole tensors, which the next step must cut."""
     read = torch.load(folder / "whole.pt", weights_only=True)
-    set_model_state_dict(model, read["model"], options=_EVERYWHERE)
+    state_dict.set_model_state_dict(model, read["model"], options=_EVERYWHERE)
     set_optimizer_state_dict(model, optimizer, read["optimizer"], options=_EVERYWHERE)
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import io
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -75,21 +74,6 @@ def penalty_by_loss(e: Engine) -> None:
         return value + 0.1 * penalty * value.detach()
 
     train(e, net(e, 2), loss=loss)
-
-
-# -- accumulation ------------------------------------------------------------------------------------------------------
-def every_second(e: Engine) -> None:
-    """Five micro-batches a step; the second, the fourth and the last one communicate."""
-    model = net(e)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for i in range(2):
-        for k, communicates in enumerate((False, True, False, True, True)):
-            with nullcontext() if communicates else e.no_sync(model):
-                loss = square(e, model, 10 * i + k) / 5
-                loss.backward()
-            e.record_loss(loss)
-        update(optimizer)
-    e.record_model(model)
 
 
 # -- what is not used, what is not a plain weight ----------------------------------------------------------------------
@@ -167,6 +151,6 @@ _OWN = {Kind.FSDP2: "each rank's shard gets that rank's own gradient of a whole 
 SCENARIOS = (
     Scenario(script=gan_of_modules, not_under=_SHOWS_NONE), Scenario(script=penalty_on_real_data, not_under=_FREED),
     Scenario(script=adaptive_weight), Scenario(script=penalty_by_loss, not_under=_OWN),
-    Scenario(script=every_second, ranks=4), Scenario(script=early_exit, quick=True), Scenario(script=moving_average),
+    Scenario(script=early_exit, quick=True), Scenario(script=moving_average),
     Scenario(script=anchored),
 )  # fmt: skip

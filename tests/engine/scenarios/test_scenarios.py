@@ -55,7 +55,8 @@ def _of_checkpoints(place: Place, script: Any, kind: Kind, folder: Path) -> Run:
     return run(Scenario(script=script), kind, rank=place.rank, world_size=place.world_size, folder=folder)
 
 
-# The format, who writes, on how many ranks, and who reads.
+Engines = tuple[Kind, int]  # on how many ranks
+# The format, who writes, and who reads.
 SAVED = [("sharded", (Kind.OURS, 2), (Kind.OURS, 4)), ("sharded", (Kind.FSDP2, 4), (Kind.OURS, 2)),
          ("plain", (Kind.OURS, 2), (Kind.FSDP2, 2)), ("whole", (Kind.OURS, 4), (Kind.ONE, 1)),
          ("whole everywhere", (Kind.ONE, 1), (Kind.OURS, 2)), ("by rank", (Kind.OURS, 2), (Kind.OURS, 2)),
@@ -63,12 +64,8 @@ SAVED = [("sharded", (Kind.OURS, 2), (Kind.OURS, 4)), ("sharded", (Kind.FSDP2, 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "writer", "reader"), SAVED, ids=lambda v: v if isinstance(v, str) else f"{v[0].value} {v[1]}"
-)
-def test_what_was_saved_goes_on(
-    pool: Pool, tmp_path: Path, how: str, writer: tuple[Kind, int], reader: tuple[Kind, int]
-) -> None:
+@pytest.mark.parametrize(("how", "writer", "reader"), SAVED, ids=str)
+def test_what_was_saved_goes_on(pool: Pool, tmp_path: Path, how: str, writer: Engines, reader: Engines) -> None:
     """As what was never interrupted, in one process."""
     folder = tmp_path / "saved"
     (saves, before), (reads, after) = writer, reader

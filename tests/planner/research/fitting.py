@@ -10,8 +10,6 @@ fitted to a single row or source.
 the other, for the least interval score of the 80 % band (Gneiting and Raftery, 2007, section 6.2: its width, and ten times
 the distance of each row outside). A source of n rows weighs as sqrt(n), since its rows err together."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -20,16 +18,8 @@ from functools import cached_property
 
 import numpy as np
 
-from fsdp_lab.planner.bands import (
-    COVERED,
-    LEVELS,
-    PUBLISHED_ERRORS,
-    Quantiles,
-    RateKind,
-    TimeErrors,
-    uncertainties,
-    worse,
-)
+from fsdp_lab.planner import bands
+from fsdp_lab.planner.bands import COVERED, LEVELS, PUBLISHED_ERRORS, Quantiles, RateKind, TimeErrors, worse
 from fsdp_lab.planner.devices import Machine, Rates
 from tests.planner.research.published import PublishedCase
 
@@ -151,7 +141,7 @@ class Responses:
     below: np.ndarray
 
     @classmethod
-    def of(cls, cases: Sequence[PublishedCase], rates_of: Callable[[PublishedCase], Rates]) -> Responses:
+    def of(cls, cases: Sequence[PublishedCase], rates_of: Callable[[PublishedCase], Rates]) -> "Responses":
         """rates_of: fitted without the case's fold."""
         rates = [rates_of(case) for case in cases]
         usual = np.array([case.predicted_s(own) for case, own in zip(cases, rates, strict=True)])
@@ -185,7 +175,7 @@ class Responses:
         rows = [apart.setdefault(key, (len(apart), c.machine))[0] for key, c in zip(keys, self.cases, strict=True)]
         return [m for _, m in apart.values()], rows
 
-    def without(self, source: str) -> Responses:
+    def without(self, source: str) -> "Responses":
         kept = self.sources != source
         return Responses(cases=tuple(c for c, is_kept in zip(self.cases, kept, strict=True) if is_kept),
                          errors=self.errors[kept], above=self.above[kept], below=self.below[kept])  # fmt: skip
@@ -193,7 +183,8 @@ class Responses:
     def scales(self, errors: TimeErrors) -> tuple[np.ndarray, np.ndarray]:
         """[rows] below the prediction and above it: as `bands.error_scale`."""
         machines, of_row = self._machines
-        sizes = np.array([list(dict(uncertainties(errors, m)).values()) for m in machines])[of_row]  # [rows, kinds]
+        # [rows, kinds]
+        sizes = np.array([list(dict(bands.uncertainties(errors, m)).values()) for m in machines])[of_row]
         down, up = (_interpolated(each, sizes) for each in (self.below, self.above))
         return tuple(np.sqrt(errors.floor**2 + (each**2).sum(axis=1)) for each in (down, up))
 

@@ -43,16 +43,9 @@ class NamedModel:
         return self.width // self.heads * self.kv_heads
 
 
-def gpt_model(layers: int, hidden: int, heads: int, vocabulary: int = 50257, seq_len: int = 2048) -> NamedModel:
+def gpt_model(layers: int, hidden: int, heads: int) -> NamedModel:
     return NamedModel(family="gpt", layers=layers, hidden=hidden, heads=heads, kv_heads=heads, inner=4 * hidden,
-                 vocabulary=vocabulary, seq_len=seq_len, tied=True)  # fmt: skip
-
-
-def llama_model(
-    layers: int, hidden: int, heads: int, kv_heads: int, inner: int, vocabulary: int, seq_len: int
-) -> NamedModel:
-    return NamedModel(family="llama", layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, inner=inner,
-                 vocabulary=vocabulary, seq_len=seq_len)  # fmt: skip
+                 vocabulary=50257, seq_len=2048, tied=True)  # fmt: skip
 
 
 @cache

@@ -18,7 +18,7 @@ from fsdp_lab.planner.memory import MemoryPlan
 from fsdp_lab.planner.model_shape import ModelShape
 from fsdp_lab.planner.plan import Plan
 from fsdp_lab.spec.spec import Spec
-from tests.planner.research.models import NamedModel, gpt_model, llama_model, named_model, shape_of
+from tests.planner.research.models import NamedModel, gpt_model, named_model, shape_of
 from tests.planner.research.software import planned, planned_memory, planned_s
 from tests.planner.research.tape import Attention, Software
 
@@ -190,7 +190,8 @@ def _model_of_sizes(reader: _Reader, layers: int, hidden: int, **others: Any) ->
     name, parameters = reader.text("model").lower(), reader.number("params")
     heads = others.get("heads") or int(reader.assume("n_heads", max(1, hidden // 128)))
     inner = -(-8 * hidden // 768) * 256  # two thirds of 4 x hidden, in steps of 256
-    gpt, llama = gpt_model(layers, hidden, heads), llama_model(layers, hidden, heads, heads, inner, 32000, 4096)
+    gpt = gpt_model(layers, hidden, heads)
+    llama = replace(gpt, family="llama", inner=inner, vocabulary=32000, seq_len=4096, tied=False)
     is_gated = re.search("llama|mistral|qwen|gemma|yi|deepseek|olmo|smol|granite|falcon3", name) is not None
     if not is_gated and not re.search("mpt|gpt", name) and parameters is not None:
         errors = [abs(shape_of(replace(model, **others)).parameters - parameters) for model in (gpt, llama)]

@@ -4,19 +4,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from fsdp_lab.planner.costs import (
-    FLASH2,
-    FUSED_KERNELS,
-    LAYER_NORM,
-    LOSS,
-    RMS_NORM,
-    Bytes,
-    Computing,
-    arithmetic,
-    blocks_of,
-    memory_traffic,
-    traffic_bytes,
-)
+from fsdp_lab.planner import costs
+from fsdp_lab.planner.costs import FLASH2, Bytes, Computing, arithmetic, blocks_of, memory_traffic, traffic_bytes
 from fsdp_lab.planner.devices import PUBLISHED, Machine, Rates
 from fsdp_lab.planner.memory import CONTEXT_BYTES, MODELS, MemoryPlan, memory
 from fsdp_lab.planner.memory_models.base import GRADIENTS, OPTIMIZER, PARAMETERS, MemoryModel
@@ -61,8 +50,8 @@ class SoftwareComputing(Computing):
 
     def traffic_bytes(self, unit: UnitShape) -> tuple[float, float]:
         software = self.software
-        traffic = memory_traffic(unit, norm=LAYER_NORM if software.fused_norms else RMS_NORM,
-                                 loss=HALF_LOSS if software.half_loss else LOSS)  # fmt: skip
+        traffic = memory_traffic(unit, norm=costs.LAYER_NORM if software.fused_norms else costs.RMS_NORM,
+                                 loss=HALF_LOSS if software.half_loss else costs.LOSS)  # fmt: skip
         forward, back = traffic_bytes(unit, self.tokens, self.dtype, traffic, fused=self.spec.strategy.compile)
         size = unit.share * self.tokens * (2 if self.dtype != "fp32" else 4) / 2
         dropout = 2 * DROPOUT_BYTES * unit.boundary_elements * size if software.drops and unit.heads else 0.0
@@ -76,7 +65,7 @@ class SoftwareComputing(Computing):
         is_plain = self.software.attention is Attention.PLAIN
         attention = PLAIN_ATTENTION_KERNELS if is_plain else FUSED_ATTENTION_KERNELS
         if self.spec.strategy.compile:
-            return products + blocks.count * (attention + FUSED_KERNELS - FUSED_ATTENTION_KERNELS)
+            return products + blocks.count * (attention + costs.FUSED_KERNELS - FUSED_ATTENTION_KERNELS)
         return products + blocks.count * (attention + (GATED_KERNELS if blocks.is_gated else PLAIN_KERNELS))
 
     def recompute_s(self, unit: UnitShape, products: float, scores: float, other: float) -> float:

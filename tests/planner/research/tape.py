@@ -16,18 +16,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from fsdp_lab.engine.schedule import Direction, Point, PointSide
+from fsdp_lab.planner import model_shape
 from fsdp_lab.planner.costs import BYTES
-from fsdp_lab.planner.model_shape import (
-    ALLOCATED,
-    ARRIVED,
-    FREED,
-    MADE,
-    ModelShape,
-    SizeFormula,
-    TapeChange,
-    TapeSegment,
-    UnitShape,
-)
+from fsdp_lab.planner.model_shape import ALLOCATED, ARRIVED, FREED, MADE, ModelShape, SizeFormula, TapeChange, UnitShape
 
 X = "x"  # the unit's input
 _GRAD_COPIES = 4.0  # bytes of an element of attention's fp32 gradient of queries, while its backward runs
@@ -189,7 +180,7 @@ class _Run:
 
 
 def dense_tape(shape: ModelShape, dtype: str, software: Software, *, compiled: bool,
-               recomputed: frozenset[int]) -> tuple[TapeSegment, ...]:  # fmt: skip
+               recomputed: frozenset[int]) -> tuple[model_shape.TapeSegment, ...]:  # fmt: skip
     """One forward and one backward. recomputed: indices of the units that are recomputed."""
     cache: dict[tuple[int, bool], _Changes] = {}  # most units are equal
     blocks = []
@@ -208,7 +199,7 @@ def dense_tape(shape: ModelShape, dtype: str, software: Software, *, compiled: b
     for i, changes in reversed(list(enumerate(blocks, 1))):
         tape += [(backward, i, before, changes[2]), (backward, i, after, embedding_backward if i == 1 else ())]
     tape.append((backward, 0, after, ()))
-    return tuple(TapeSegment(Point(direction, call, side), changes) for direction, call, side, changes in tape)
+    return tuple(model_shape.TapeSegment(Point(*point), changes) for *point, changes in tape)
 
 
 def _block(unit: UnitShape, dtype: str, software: Software, compiled: bool, *, recomputed: bool) -> _Changes:

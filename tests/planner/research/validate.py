@@ -3,8 +3,6 @@
 `validate` is a cross-validation. Each fold leaves out one source; the largest source, llm-foundry, is split by GPU and model
 size. Errors are averaged over rows, and over sources first, so that two hundred rows of one source do not decide alone."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict
@@ -114,7 +112,7 @@ def by_constant(cases: Sequence[PublishedCase]) -> list[Held]:
 
 
 # -- averages --------------------------------------------------------------------------------------------------------
-def mape(rows: Sequence[Held | MemoryRow]) -> float:
+def mape(rows: "Sequence[Held | MemoryRow]") -> float:
     """Mean absolute error relative to the measurement; NaN for no rows."""
     return sum(abs(row.error) for row in rows) / len(rows) if rows else float("nan")
 
