@@ -240,7 +240,9 @@ class FigureTable {
   }
 
   /** Cells whose words stay are left as they are, so that what is pointed at or pressed does not go away. */
-  show([heads, ...rows]) {
+  show([heads, ...rows], sortable = false) {
+    this.told = [heads, ...rows];
+    if (sortable) [heads, ...rows] = this.sorted(heads, rows);
     if (this.head.cells.length !== heads.length) {
       this.head.replaceChildren(...heads.map(() => element("th")));
       this.body.replaceChildren();
@@ -268,6 +270,24 @@ class FigureTable {
     this.shown.length = rows.length;
   }
 
+  /** The table in the order of the head that was pressed last; again for the other way round. */
+  sorted(heads, rows) {
+    const { by, way = -1 } = this.order ?? {};
+    const marked = heads.map((text) => ({ text: text === by ? `${text} ${way < 0 ? "↓" : "↑"}` : text, title: `Sort by ${text}`, sort: text }));
+    const at = heads.indexOf(by);
+    const key = (row) => row[at].about ?? row[at];
+    const compare = (a, b) => {
+      const unknown = (a === "nan") - (b === "nan"); // comes last
+      return unknown || way * (a - b || String(a).localeCompare(b));
+    };
+    return [marked, ...(at < 0 ? rows : [...rows].sort((a, b) => compare(key(a), key(b))))];
+  }
+
+  sort(head) {
+    this.order = { by: head, way: this.order?.by === head ? -this.order.way : -1 };
+    this.show(this.told, true);
+  }
+
   write(at, cell) {
     if (typeof cell === "string") {
       at.className = at.title = "";
@@ -276,7 +296,9 @@ class FigureTable {
     }
     at.className = cell.tone ? `fsdp-tone-${cell.tone}` : "";
     at.title = cell.title;
-    const words = element(cell.press ? "button" : "span", cell.press ? `fsdp-press fsdp-press-${cell.press}` : "fsdp-words");
+    const kind = cell.sort ? "fsdp-sort" : cell.press ? `fsdp-press fsdp-press-${cell.press}` : "fsdp-words";
+    const words = element(cell.press || cell.sort ? "button" : "span", kind);
+    if (cell.sort) words.addEventListener("click", () => this.sort(cell.sort));
     if (cell.press) {
       words.type = "button";
       words.setAttribute("aria-label", cell.title);
@@ -341,6 +363,8 @@ class PinBar {
 const HOW_TO_ZOOM = "Drag a plot to pan, Shift + wheel to zoom, double click to reset.";
 const FEWEST_CUT = 20; // as in axis.py, with the next
 const BEYOND = 1.5;
+const BAR_LABEL_PX = 62;
+const FULLEST_BAR = 1 / 1.5; // of the kernel's range
 const CHOICES = { // name -> label, options by their words; the first is chosen at the beginning
   last: ["steps", [["all", 0], ["last 200", 200], ["last 50", 50]]],
   smooth: ["smoothing", [["off", 0], ["10", 10], ["50", 50]]],
@@ -729,6 +753,7 @@ class View {
     const end = last ? Math.max(last, Math.ceil((this.step + 1) / tenth) * tenth) : told.end;
     const steps = last ? { start: end - last, end } : told;
     this.place("frame.x", steps);
+    for (const [name, { told: bars }] of this.ranges) if (bars && name.endsWith(".now.x")) this.makeRoom(name, bars);
     const column = (source, name) => this.byName.get(source)?.data[name] ?? [];
     const changes = [...column("frame.markers", "step")];
     for (const [name, m] of this.byName) {
@@ -739,6 +764,13 @@ class View {
       }
       if (tag?.fit) this.fitPlot(name, tag.fit, steps, column, { last, log: Boolean(log) && name === "loss.y" });
     }
+  }
+
+  /** Bars end where their label still has room, however narrow the card is. */
+  makeRoom(name, told) {
+    const width = this.byName.get(name.slice(0, -2))?.inner_width ?? 0;
+    const share = width ? 1 - Math.min(0.6, BAR_LABEL_PX / width) : 1; // of the width, for bars
+    this.place(name, { ...told, end: told.end * Math.max(1, FULLEST_BAR / share) });
   }
 
   fitPlot(name, { source, columns, others, zero, scaled }, steps, column, { last, log }) {
@@ -904,7 +936,7 @@ class View {
     const before = this.ranges.get(name);
     const told = { ...(before?.told ?? before?.wanted), ...values };
     this.ranges.set(name, { ...before, range, told });
-    if (!range.tags.length && name !== "frame.x") this.place(name, told); // else `fit` does
+    if (!range.tags.length && name !== "frame.x" && !name.endsWith(".now.x")) this.place(name, told); // else `fit` does
   }
 
   place(name, wanted) {
@@ -949,10 +981,11 @@ class View {
       if ("note" in words) at.note.textContent = words.note;
       if (words.pin) at.pin.show(words.pin);
       if ("hidden" in words) at.section.hidden = words.hidden;
+      if ("sortable" in words) at.sortable = words.sortable;
       if (words.table?.length) {
         at.table ??= new FigureTable((word, about) => this.tell("press", { card: name, word, about }));
         if (!at.table.root.isConnected) at.plot.replaceChildren(at.table.root);
-        at.table.show(words.table);
+        at.table.show(words.table, at.sortable);
         this.tintSwatches(at.plot);
       }
       if ("legend" in words) {
