@@ -363,6 +363,7 @@ class PinBar {
 const HOW_TO_ZOOM = "Drag a plot to pan, Shift + wheel to zoom, double click to reset.";
 const FEWEST_CUT = 20; // as in axis.py, with the next
 const BEYOND = 1.5;
+const MOST_HOLLOW = 400; // steps on the axis; of more, hollow points would cover the lines
 const BAR_LABEL_PX = 62;
 const FULLEST_BAR = 1 / 1.5; // of the kernel's range
 const CHOICES = { // name -> label, options by their words; the first is chosen at the beginning
@@ -628,6 +629,7 @@ class View {
     this.doc = this.Bokeh.documents.find((doc) => doc.views_manager === views); // another view may build meanwhile
     this.scene = scene;
     this.byName = new Map([...this.doc.all_models].filter((m) => m.name).map((m) => [m.name, m]));
+    this.figures = new Map([...this.doc.all_models].filter((m) => m.type === "Figure").map((m) => [m.name, m]));
     this.keepRanges();
     this.sources = new Sources(this.doc);
     this.choose();
@@ -692,10 +694,9 @@ class View {
       save(await pictureOf(plots, type, { title, reading: reading.textContent, keys: keys() }, this.theme), `${name}.${type}`);
     };
     const table = () => {
-      const figures = [...this.doc.all_models].filter((m) => m.type === "Figure");
       const shared = sources.some((source) => source.endsWith(".steps")) ? ["frame.markers"] : [];
       const wanted = [...sources, ...shared].map((source) => this.sources.sources.get(source)).filter(Boolean);
-      save(new Blob([csvOf(wanted, figures)], { type: "text/csv" }), `${name}.csv`);
+      save(new Blob([csvOf(wanted, [...this.figures.values()])], { type: "text/csv" }), `${name}.csv`);
     };
     for (const [words, about, press] of [
       ["↺", `Reset the zoom of all plots. ${HOW_TO_ZOOM}`, () => this.followAgain()],
@@ -733,7 +734,7 @@ class View {
       if (name.endsWith(".smoothed")) m.visible = smooth > 0;
       if (name.endsWith(".plain")) m.glyph.line_alpha = { value: smooth ? 0.3 : 1 };
     }
-    const loss = this.byName.get("loss");
+    const loss = this.figures.get("loss");
     if (!loss || (loss.y_scale.type === "LogScale") === Boolean(log)) return;
     const made = (type) => new (this.Bokeh.Models.get(type))();
     const [axis] = loss.left;
@@ -762,13 +763,14 @@ class View {
         const at = [...column(tag.smooth.source, "step")];
         m.data = { step: at, value: smoothed(at, column(tag.smooth.source, tag.smooth.column), smooth, changes) };
       }
+      if (name.endsWith(".slowed")) m.visible = steps.end - steps.start <= MOST_HOLLOW;
       if (tag?.fit) this.fitPlot(name, tag.fit, steps, column, { last, log: Boolean(log) && name === "loss.y" });
     }
   }
 
   /** Bars end where their label still has room, however narrow the card is. */
   makeRoom(name, told) {
-    const width = this.byName.get(name.slice(0, -2))?.inner_width ?? 0;
+    const width = this.figures.get(name.slice(0, -2))?.inner_width ?? 0;
     const share = width ? 1 - Math.min(0.6, BAR_LABEL_PX / width) : 1; // of the width, for bars
     this.place(name, { ...told, end: told.end * Math.max(1, FULLEST_BAR / share) });
   }

@@ -223,8 +223,10 @@ class RanksPanel(Panel):
             head = Cell(
                 text=f"{rank}", about=f"{rank}", tone="bad" if rank in slow else "", title=_straggles(rank in slow)
             )
-            figures = [median(e.step_time_s for e in told), works_s[rank], median_known(e.exposed_comm_s for e in told),
-                       late_s.get(rank, math.nan), median_known(math.nan if e.input_s is None else e.input_s for e in told)]  # fmt: skip
+            input_s = median_known(math.nan if e.input_s is None else e.input_s for e in told)
+            exposed_s = median_known(e.exposed_comm_s for e in told)
+            step_s = median(e.step_time_s for e in told)
+            figures = (step_s, works_s[rank], exposed_s, late_s.get(rank, math.nan), input_s)
             peak = told[-1].memory.peak_bytes
             cells = [Cell(text=duration(s), about=repr(s)) for s in figures]
             cells.append(Cell(text=size(peak) if peak else "–", about=f"{peak}"))
