@@ -277,7 +277,7 @@ class FigureTable {
     const at = heads.indexOf(by);
     const key = (row) => row[at].about ?? row[at];
     const compare = (a, b) => {
-      const unknown = (a === "nan") - (b === "nan"); // comes last
+      const unknown = (a === "") - (b === ""); // comes last
       return unknown || way * (a - b || String(a).localeCompare(b));
     };
     return [marked, ...(at < 0 ? rows : [...rows].sort((a, b) => compare(key(a), key(b))))];

@@ -86,7 +86,7 @@ def test_it_follows_the_newest_traced_step_holds_a_pinned_one_and_says_what_a_sp
     opened.hold.click()
     opened.wait_shown("s > n", held)
     opened.button("Resume").click()
-    opened.page.mouse.move(place["x"], place["y"])
+    opened.card.locator(".fsdp-plot").hover()
     pointed_at, lefts = opened.shown(), opened.lefts()
     opened.wait_steps_more(25)
     assert (opened.shown(), opened.lefts()) == (pointed_at, lefts), "what is read does not go away"

@@ -228,7 +228,7 @@ class RanksPanel(Panel):
             step_s = median(e.step_time_s for e in told)
             figures = (step_s, works_s[rank], exposed_s, late_s.get(rank, math.nan), input_s)
             peak = told[-1].memory.peak_bytes
-            cells = [Cell(text=duration(s), about=repr(s)) for s in figures]
+            cells = [Cell(text=duration(s), about=f"{s}" if math.isfinite(s) else "") for s in figures]
             cells.append(Cell(text=size(peak) if peak else "–", about=f"{peak}"))
             rows.append((head, *((told[-1].host,) if named else ()), *cells))
         reading = f"rank {', '.join(map(str, slow))} works longest: the others wait" if slow else "no rank straggles"
