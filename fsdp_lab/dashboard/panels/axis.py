@@ -261,7 +261,7 @@ class StepAxis:
         tag = {"source": source, "columns": [*columns], "others": others, "zero": zero, "scaled": scaled}
         fig.y_range.tags = [{"fit": tag}]
         cut = ColumnDataSource({"step": [], "value": []}, name=f"{fig.name}.cut")
-        look: dict[str, Any] = {"marker": "triangle", "size": 6, "line_alpha": 0, "y_range_name": "edge"}
+        look: dict[str, Any] = {"marker": "triangle", "size": 8, "line_alpha": 0, "y_range_name": "edge"}
         marks = fig.scatter("step", 0.985, source=cut, **look)
         draw.tint(marks.glyph, fill_color="ink.marker")
         draw.hover(fig, marks, [("step", "@step"), ("above the plot", "@value{0,0.[00]}")], mode="mouse", below=True)
