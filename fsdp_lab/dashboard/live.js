@@ -734,14 +734,23 @@ class View {
       if (name.endsWith(".smoothed")) m.visible = smooth > 0;
       if (name.endsWith(".plain")) m.glyph.line_alpha = { value: smooth ? 0.3 : 1 };
     }
+    for (const [name, at] of this.words) if (at.keys) this.showLegend(name, at);
     const loss = this.figures.get("loss");
     if (!loss || (loss.y_scale.type === "LogScale") === Boolean(log)) return;
     const made = (type) => new (this.Bokeh.Models.get(type))();
     const [axis] = loss.left;
-    this.linearTicker ??= axis.ticker;
+    if (log) this.linearTicker = axis.ticker;
     if (log) this.followAgain("loss.y", { start: 1e-3, end: 10 }); // until it is fitted: a logarithm has no zero
     loss.y_scale = made(log ? "LogScale" : "LinearScale");
     axis.ticker = log ? made("LogTicker") : this.linearTicker;
+  }
+
+  /** The legend of a card; where its curve is smoothed, the line has another meaning. */
+  showLegend(name, { legend, keys }) {
+    const smooth = this.byName.has(`${name}.smooth`) && this.reader.chosen.smooth;
+    const label = (key) => (smooth && key.token === "ink.mean" ? `mean of the last ${smooth}` : key.label);
+    legend.replaceChildren(...keys.map((key) => legendEntry({ ...key, label: label(key) })));
+    this.tintSwatches(legend);
   }
 
   /** Fits what the kernel's ranges do not know: the steps and the axis that the reader chose; smooths, and marks what is cut. */
@@ -991,8 +1000,8 @@ class View {
         this.tintSwatches(at.plot);
       }
       if ("legend" in words) {
-        at.legend.replaceChildren(...words.legend.map(legendEntry));
-        this.tintSwatches(at.legend);
+        at.keys = words.legend;
+        this.showLegend(name, at);
       }
     }
   }

@@ -89,6 +89,7 @@ def test_start_toggle_refuse_stop_look_and_scroll(opened):
     assert opened.page.evaluate(drawn) == [50, True, True]
     assert opened.rows("loss.smooth") == opened.rows("loss.steps")
     card = opened.page.locator(".fsdp-card-loss")
+    assert card.locator(".fsdp-key").first.inner_text() == "mean of the last 10"
     assert card.get_by_role("img").get_attribute("aria-label") == f"Loss: {opened.reading('loss')}"
     for kind, begins in (
         ("PNG", b"\x89PNG"),

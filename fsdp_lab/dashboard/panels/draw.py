@@ -14,7 +14,7 @@ from fsdp_lab.base.process import ranks_per_host
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.panels.base import Columns, Key
 
-HEIGHT_PX = 204
+HEIGHT_PX = 190
 LINE_PX = 2
 MOST_NAMED = 12  # ranks that are all named on an axis
 BAR = 0.5  # the height of a bar, in ranks
