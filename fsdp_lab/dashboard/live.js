@@ -461,7 +461,7 @@ function pictureOf(plots, type, { title, reading, keys }, theme) {
   ctx.save();
   ctx.scale(ratio, ratio);
   const write = (text, at, y, font, colour) => ((ctx.font = `${font} ${theme.font}`), (ctx.fillStyle = colour), ctx.fillText(text, at, y));
-  write(`${title}   ${reading}`, 12, 21, "600 12px", theme.text);
+  write([title, reading].filter(Boolean).join(": "), 12, 21, "600 12px", theme.text);
   rows.forEach((row, i) => row.forEach(({ label, fill, x: at }) => {
     ctx.fillStyle = fill;
     ctx.fillRect(at, 31 + 17 * i, 11, 11);
