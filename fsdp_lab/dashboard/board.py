@@ -241,7 +241,7 @@ def ends(steps: Sequence[Step], most: int) -> list[Step]:
 
 def curve_of(steps: Sequence[Step]) -> Numbers:
     """A row for each whole step of the first thousand and the last, in the order of `CURVE`. Rates and exposed communication
-    are medians of nine ordinary steps; peaks in MiB are of each rank, or the extremes of more ranks than colours."""
+    are medians of twenty ordinary steps; peaks in MiB are of each rank, or the extremes of more ranks than colours."""
     recent: deque[tuple[float, float, float]] = deque(maxlen=SMOOTH_STEPS)
     rows: list[list[float]] = []
     for step in ends(steps, STEP_LIMIT):

@@ -244,7 +244,9 @@ class FigureTable {
   }
 
   /** Cells whose words stay are left as they are, so that what is pointed at or pressed does not go away. */
-  show([heads, ...rows]) {
+  show([heads, ...rows], sortable = false) {
+    this.told = [heads, ...rows];
+    if (sortable) [heads, ...rows] = this.sorted(heads, rows);
     if (this.head.cells.length !== heads.length) {
       this.head.replaceChildren(...heads.map(() => element("th")));
       this.body.replaceChildren();
@@ -272,6 +274,24 @@ class FigureTable {
     this.shown.length = rows.length;
   }
 
+  /** The table in the order of the head that was pressed last; again for the other way round. */
+  sorted(heads, rows) {
+    const { by, way = -1 } = this.order ?? {};
+    const marked = heads.map((text) => ({ text: text === by ? `${text} ${way < 0 ? "↓" : "↑"}` : text, title: `Sort by ${text}`, sort: text }));
+    const at = heads.indexOf(by);
+    const key = (row) => row[at].about ?? row[at];
+    const compare = (a, b) => {
+      const unknown = (a === "") - (b === ""); // comes last
+      return unknown || way * (a - b || String(a).localeCompare(b));
+    };
+    return [marked, ...(at < 0 ? rows : [...rows].sort((a, b) => compare(key(a), key(b))))];
+  }
+
+  sort(head) {
+    this.order = { by: head, way: this.order?.by === head ? -this.order.way : -1 };
+    this.show(this.told, true);
+  }
+
   write(at, cell) {
     if (typeof cell === "string") {
       at.className = at.title = "";
@@ -280,7 +300,9 @@ class FigureTable {
     }
     at.className = cell.tone ? `fsdp-tone-${cell.tone}` : "";
     at.title = cell.title;
-    const words = element(cell.press ? "button" : "span", cell.press ? `fsdp-press fsdp-press-${cell.press}` : "fsdp-words");
+    const kind = cell.sort ? "fsdp-sort" : cell.press ? `fsdp-press fsdp-press-${cell.press}` : "fsdp-words";
+    const words = element(cell.press || cell.sort ? "button" : "span", kind);
+    if (cell.sort) words.addEventListener("click", () => this.sort(cell.sort));
     if (cell.press) {
       words.type = "button";
       words.setAttribute("aria-label", cell.title);
@@ -442,6 +464,9 @@ class PinBar {
 const HOW_TO_ZOOM = "Drag a plot to pan, Shift + wheel to zoom, double click to reset.";
 const FEWEST_CUT = 20; // as in axis.py, with the next
 const BEYOND = 1.5;
+const MOST_HOLLOW = 400; // steps on the axis; of more, hollow points would cover the lines
+const BAR_LABEL_PX = 62;
+const FULLEST_BAR = 1 / 1.5; // of the kernel's range
 const CHOICES = { // name -> label, options by their words; the first is chosen at the beginning
   last: ["steps", [["all", 0], ["last 200", 200], ["last 50", 50]]],
   smooth: ["smoothing", [["off", 0], ["10", 10], ["50", 50]]],
@@ -537,7 +562,7 @@ function pictureOf(plots, type, { title, reading, keys }, theme) {
   ctx.save();
   ctx.scale(ratio, ratio);
   const write = (text, at, y, font, colour) => ((ctx.font = `${font} ${theme.font}`), (ctx.fillStyle = colour), ctx.fillText(text, at, y));
-  write(`${title}   ${reading}`, 12, 21, "600 12px", theme.text);
+  write([title, reading].filter(Boolean).join(": "), 12, 21, "600 12px", theme.text);
   rows.forEach((row, i) => row.forEach(({ label, fill, x: at }) => {
     ctx.fillStyle = fill;
     ctx.fillRect(at, 31 + 17 * i, 11, 11);
@@ -705,6 +730,7 @@ class View {
     this.doc = this.Bokeh.documents.find((doc) => doc.views_manager === views); // another view may build meanwhile
     this.scene = scene;
     this.byName = new Map([...this.doc.all_models].filter((m) => m.name).map((m) => [m.name, m]));
+    this.figures = new Map([...this.doc.all_models].filter((m) => m.type === "Figure").map((m) => [m.name, m]));
     this.keepRanges();
     this.sources = new Sources(this.doc);
     this.choose();
@@ -789,10 +815,9 @@ class View {
       save(await pictureOf(plots, type, { title, reading: reading.textContent, keys: keys() }, this.theme), `${name}.${type}`);
     };
     const table = () => {
-      const figures = [...this.doc.all_models].filter((m) => m.type === "Figure");
       const shared = sources.some((source) => source.endsWith(".steps")) ? ["frame.markers"] : [];
       const wanted = [...sources, ...shared].map((source) => this.sources.sources.get(source)).filter(Boolean);
-      save(new Blob([csvOf(wanted, figures)], { type: "text/csv" }), `${name}.csv`);
+      save(new Blob([csvOf(wanted, [...this.figures.values()])], { type: "text/csv" }), `${name}.csv`);
     };
     for (const [words, about, press] of [
       ["↺", `Reset the zoom of all plots. ${HOW_TO_ZOOM}`, () => this.followAgain()],
@@ -830,14 +855,23 @@ class View {
       if (name.endsWith(".smoothed")) m.visible = smooth > 0;
       if (name.endsWith(".plain")) m.glyph.line_alpha = { value: smooth ? 0.3 : 1 };
     }
-    const loss = this.byName.get("loss");
+    for (const [name, at] of this.words) if (at.keys) this.showLegend(name, at);
+    const loss = this.figures.get("loss");
     if (!loss || (loss.y_scale.type === "LogScale") === Boolean(log)) return;
     const made = (type) => new (this.Bokeh.Models.get(type))();
     const [axis] = loss.left;
-    this.linearTicker ??= axis.ticker;
+    if (log) this.linearTicker = axis.ticker;
     if (log) this.followAgain("loss.y", { start: 1e-3, end: 10 }); // until it is fitted: a logarithm has no zero
     loss.y_scale = made(log ? "LogScale" : "LinearScale");
     axis.ticker = log ? made("LogTicker") : this.linearTicker;
+  }
+
+  /** The legend of a card; where its curve is smoothed, the line has another meaning. */
+  showLegend(name, { legend, keys }) {
+    const smooth = this.byName.has(`${name}.smooth`) && this.reader.chosen.smooth;
+    const label = (key) => (smooth && key.token === "ink.mean" ? `mean of the last ${smooth}` : key.label);
+    legend.replaceChildren(...keys.map((key) => legendEntry({ ...key, label: label(key) })));
+    this.tintSwatches(legend);
   }
 
   /** Fits what the kernel's ranges do not know: the steps and the axis that the reader chose; smooths, and marks what is cut. */
@@ -850,6 +884,7 @@ class View {
     const end = last ? Math.max(last, Math.ceil((this.step + 1) / tenth) * tenth) : told.end;
     const steps = last ? { start: end - last, end } : told;
     this.place("frame.x", steps);
+    for (const [name, { told: bars }] of this.ranges) if (bars && name.endsWith(".now.x")) this.makeRoom(name, bars);
     const column = (source, name) => this.byName.get(source)?.data[name] ?? [];
     const changes = [...column("frame.markers", "step")];
     for (const [name, m] of this.byName) {
@@ -858,8 +893,16 @@ class View {
         const at = [...column(tag.smooth.source, "step")];
         m.data = { step: at, value: smoothed(at, column(tag.smooth.source, tag.smooth.column), smooth, changes) };
       }
+      if (name.endsWith(".slowed")) m.visible = steps.end - steps.start <= MOST_HOLLOW;
       if (tag?.fit) this.fitPlot(name, tag.fit, steps, column, { last, log: Boolean(log) && name === "loss.y" });
     }
+  }
+
+  /** Bars end where their label still has room, however narrow the card is. */
+  makeRoom(name, told) {
+    const width = this.figures.get(name.slice(0, -2))?.inner_width ?? 0;
+    const share = width ? 1 - Math.min(0.6, BAR_LABEL_PX / width) : 1; // of the width, for bars
+    this.place(name, { ...told, end: told.end * Math.max(1, FULLEST_BAR / share) });
   }
 
   fitPlot(name, { source, columns, others, zero, scaled }, steps, column, { last, log }) {
@@ -1025,7 +1068,7 @@ class View {
     const before = this.ranges.get(name);
     const told = { ...(before?.told ?? before?.wanted), ...values };
     this.ranges.set(name, { ...before, range, told });
-    if (!range.tags.length && name !== "frame.x") this.place(name, told); // else `fit` does
+    if (!range.tags.length && name !== "frame.x" && !name.endsWith(".now.x")) this.place(name, told); // else `fit` does
   }
 
   place(name, wanted) {
@@ -1076,15 +1119,16 @@ class View {
       }
       if (words.pin) at.pin.show(words.pin);
       if ("hidden" in words) at.section.hidden = words.hidden;
+      if ("sortable" in words) at.sortable = words.sortable;
       if (words.table?.length) {
         at.table ??= new FigureTable((word, about) => this.tell("press", { card: name, word, about }));
         if (!at.table.root.isConnected) at.plot.replaceChildren(at.table.root);
-        at.table.show(words.table);
+        at.table.show(words.table, at.sortable);
         this.tintSwatches(at.plot);
       }
       if ("legend" in words) {
-        at.legend.replaceChildren(...words.legend.map(legendEntry));
-        this.tintSwatches(at.legend);
+        at.keys = words.legend;
+        this.showLegend(name, at);
       }
     }
   }

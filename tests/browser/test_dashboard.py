@@ -84,6 +84,23 @@ def test_start_toggle_refuse_stop_look_and_scroll(opened):
     assert opened.page.evaluate(f"() => [{model('frame.x')}.start, {model('frame.x')}.end]") == [1, 7]
     opened.page.locator(".fsdp-card-memory .fsdp-plot").dblclick()
     assert opened.page.evaluate(f"() => {model('frame.x')}.end") >= 100
+    for group, words in (("steps", "last 50"), ("loss axis", "log"), ("smoothing", "10")):
+        opened.page.get_by_role("group", name=group).get_by_role("button", name=words, exact=True).click()
+    drawn = f"""() => {{ const {{ start, end }} = {model("frame.x")};
+                         return [end - start, end > {last}, {model("loss.y")}.start > 0] }}"""
+    assert opened.page.evaluate(drawn) == [50, True, True]
+    assert opened.rows("loss.smooth") == opened.rows("loss.steps")
+    card = opened.page.locator(".fsdp-card-loss")
+    assert card.locator(".fsdp-key").first.inner_text() == "mean of the last 10"
+    assert card.get_by_role("img").get_attribute("aria-label") == f"Loss: {opened.reading('loss')}"
+    for kind, begins in (
+        ("PNG", b"\x89PNG"),
+        ("SVG", b"<svg"),
+        ("CSV", b"# loss.steps: loss (nats per token) against"),
+    ):
+        with opened.page.expect_download() as saved:
+            card.locator(".fsdp-tools button", has_text=kind).click()
+        assert saved.value.path().read_bytes().startswith(begins)
 
 
 def test_all_that_can_be_pressed_answers_while_a_cell_is_busy(opened):

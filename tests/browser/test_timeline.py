@@ -39,7 +39,7 @@ VIEW = """(() => { const all = (v) => [v, ...[...(v.child_views ?? [])].flatMap(
 PLACE = f"""() => {{
     const data = {model("timeline.spans")}.data, i = data.what.findIndex((what) => what === 'all-gather');
     const view = {VIEW}, box = view.el.getBoundingClientRect(), {{ x_scale, y_scale }} = view.frame;
-    const says = ['unit', 'link', 'bandwidth'].map((column) => data[column][i]);
+    const says = ['unit', 'more'].map((column) => data[column][i]);
     return {{ x: box.x + x_scale.compute((data.left[i] + data.right[i]) / 2),
               y: box.y + y_scale.compute((data.top[i] + data.bottom[i]) / 2), says }} }}"""
 
@@ -79,12 +79,19 @@ def test_it_follows_the_newest_traced_step_holds_a_pinned_one_and_says_what_a_sp
 
     place = opened.page.evaluate(PLACE)
     opened.page.mouse.move(place["x"], place["y"])
-    assert "GB/s bus" in place["says"][2]
-    opened.page.wait_for_function(TIPS, arg=["all-gather", *place["says"], "float32, 2 ranks"])
+    assert "GB/s bus" in place["says"][1] and "float32, 2 ranks" in place["says"][1]
+    opened.page.wait_for_function(TIPS, arg=["all-gather", *place["says"]])
     assert opened.clipped() == []
 
     opened.hold.click()
     opened.wait_shown("s > n", held)
+    opened.button("Resume").click()
+    opened.card.locator(".fsdp-plot").hover()
+    pointed_at, lefts = opened.shown(), opened.lefts()
+    opened.wait_steps_more(25)
+    assert (opened.shown(), opened.lefts()) == (pointed_at, lefts), "what is read does not go away"
+    opened.page.mouse.move(1, 1)
+    opened.wait_shown("s > n", pointed_at)
     assert "pinned" not in opened.reading("timeline")
     opened.stop()
     opened.hold.click()

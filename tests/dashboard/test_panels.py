@@ -14,7 +14,7 @@ from fsdp_lab.base.formatting import size
 from fsdp_lab.base.generation import Completion
 from fsdp_lab.dashboard.panels import PANELS, StepAxis
 from fsdp_lab.dashboard.panels.base import Prediction
-from fsdp_lab.dashboard.panels.communication import CommunicationPanel
+from fsdp_lab.dashboard.panels.communication import CommunicationPanel, RanksPanel
 from fsdp_lab.dashboard.panels.curves import CompletionsPanel, LossPanel, TflopsPanel, ThroughputPanel
 from fsdp_lab.dashboard.panels.draw import ON_DEVICE
 from fsdp_lab.dashboard.panels.memory import LedgerPanel, MemoryPanel
@@ -362,6 +362,22 @@ def test_communication_is_by_kind_and_rank_with_link_bytes_and_what_is_exposed()
     assert abs(float(said.split("(")[1].split(" %")[0]) - 100 * middle) <= 3 and "exposed" in said
     panel.update(steps(3, first=25, backend="ddp", sharding="no_shard"))  # a change begins new medians
     assert columns(panel, 0)["all_gather"] == [0, 0] and columns(panel, 0)["all_reduce"][0] > 0
+
+
+def test_ranks_have_a_row_each_that_sorts_by_its_figures_and_a_straggler_is_marked():
+    panel = RanksPanel(StepAxis(), 3)
+    told = [[dataclasses.replace(on_host(e, 3), late=((1, 0.25),) if e.rank == 0 else (), input_s=0.001,
+                                 step_time_s=e.step_time_s * (2 if e.rank == 1 else 1)) for e in s.events]
+            for s in steps(4, 3)]  # fmt: skip
+    panel.update([Step(events=tuple(events)) for events in told])
+    heads, *rows = panel.captions().table
+    assert heads == ("rank", "host", "step time", "works", "exposed", "late", "input", "memory peak")
+    assert [row[0].tone for row in rows] == ["", "bad", ""] and panel.captions().sortable
+    assert panel.captions().reading == "rank 1 works longest: the others wait; medians of 3 steps"
+    assert [(row[0].about, row[1], row[5].text) for row in rows] == [
+        ("0", "gpu1", "0 ms"), ("1", "gpu2", "250 ms"), ("2", "gpu3", "0 ms"),
+    ]  # fmt: skip
+    assert float(rows[1][2].about) == pytest.approx(statistics.median(events[1].step_time_s for events in told[1:]))
 
 
 def test_the_note_says_what_carries_it_and_how_fast_since_the_last_switch():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from fsdp_lab.dashboard.panels.axis import SpanRange, ZeroRange, step_window
+from fsdp_lab.dashboard.panels.axis import SpanRange, ZeroRange, calm, step_window
 
 POSITIVE = st.floats(1e-6, 1e12)
 
@@ -25,6 +25,13 @@ def test_a_range_from_zero_does_not_follow_noise_and_shrinks_when_the_data_has_l
     axis = ZeroRange()
     before = axis.cover(np.array([100.0]))
     assert axis.cover(np.array([70.0])) == before and axis.cover(np.array([10.0])) < 20
+
+
+def test_what_is_far_above_the_others_is_beyond_a_range_unless_it_lasts():
+    values = np.full(200, 100.0)
+    values[[0, 50]] = np.nan, 2500
+    assert calm(values).max() == 100 and calm(np.append(values, [300.0] * 3)).max() == 300
+    assert calm(np.array([1.0, 9.0])).max() == 9, "a few say nothing of what is usual"
 
 
 @pytest.mark.parametrize("nothing", [[], [np.nan], [np.inf], [0.0]])

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from fsdp_lab.dashboard.panels.axis import StepAxis
 from fsdp_lab.dashboard.panels.base import Captions, Key, Panel
-from fsdp_lab.dashboard.panels.communication import CommunicationPanel
+from fsdp_lab.dashboard.panels.communication import CommunicationPanel, RanksPanel
 from fsdp_lab.dashboard.panels.curves import CompletionsPanel, LossPanel, TflopsPanel, ThroughputPanel
 from fsdp_lab.dashboard.panels.memory import LedgerPanel, MemoryPanel
 from fsdp_lab.dashboard.panels.timeline import TimelinePanel
@@ -18,6 +18,7 @@ PANELS: tuple[Callable[[StepAxis, int], Panel], ...] = (
     TflopsPanel,
     ThroughputPanel,
     LossPanel,
+    RanksPanel,
     CompletionsPanel,
     TimelinePanel,
     LedgerPanel,

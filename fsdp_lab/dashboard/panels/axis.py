@@ -261,14 +261,16 @@ class StepAxis:
         tag = {"source": source, "columns": [*columns], "others": others, "zero": zero, "scaled": scaled}
         fig.y_range.tags = [{"fit": tag}]
         cut = ColumnDataSource({"step": [], "value": []}, name=f"{fig.name}.cut")
-        look: dict[str, Any] = {"marker": "triangle", "size": 6, "line_alpha": 0, "y_range_name": "edge"}
+        look: dict[str, Any] = {"marker": "triangle", "size": 8, "line_alpha": 0, "y_range_name": "edge"}
         marks = fig.scatter("step", 0.985, source=cut, **look)
         draw.tint(marks.glyph, fill_color="ink.marker")
         draw.hover(fig, marks, [("step", "@step"), ("above the plot", "@value{0,0.[00]}")], mode="mouse", below=True)
 
     def draw_apart(self, fig: figure, table: Columns) -> None:
         """Draws steps that lines leave out, hollow: a table with columns step, value and why."""
-        points = fig.scatter("step", "value", source=draw.twin(table), size=4, fill_alpha=0, line_alpha=0.6)
+        points = fig.scatter(
+            "step", "value", source=draw.twin(table), size=4, fill_alpha=0, line_alpha=0.6, name=f"{fig.name}.slowed"
+        )
         draw.tint(points.glyph, line_color="ink.faint")
         draw.hover(fig, points, [("step", "@step, @why"), ("value", "@value{0,0.[00]}")], mode="mouse", below=True)
 

@@ -149,6 +149,7 @@ class Captions:
     legend: tuple[Key, ...] = ()
     note: str = ""
     table: tuple[tuple[str | Cell, ...], ...] = ()  # heads, then rows
+    sortable: bool = False  # by the table's heads: by `about` of its cells, a number or ""
     hidden: bool = False  # the card has nothing to show
     pin: Pin | None = None  # of a card that shows one step
 

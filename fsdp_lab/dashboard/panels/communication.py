@@ -1,4 +1,5 @@
-"""Communication: the time that each rank's collectives take in a step, by kind, and the bytes they put on its link."""
+"""Communication: the time that each rank's collectives take in a step, by kind, and the bytes they put on its link; and a
+table of ranks, which shows who makes the others wait."""
 
 import math
 from collections import deque
@@ -10,12 +11,12 @@ import numpy as np
 from bokeh.layouts import row
 from bokeh.plotting import figure
 
-from fsdp_lab.base.events import Carrier, Traffic
-from fsdp_lab.base.formatting import duration, median_known, traffic
+from fsdp_lab.base.events import Carrier, StepEvent, Traffic
+from fsdp_lab.base.formatting import duration, median_known, size, traffic
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.panels import draw
 from fsdp_lab.dashboard.panels.axis import STEP_LIMIT, Apart, StepAxis, ZeroRange, calm
-from fsdp_lab.dashboard.panels.base import APART, Captions, Columns, Key, Panel, Patches
+from fsdp_lab.dashboard.panels.base import APART, Captions, Cell, Columns, Key, Panel, Patches
 from fsdp_lab.runs.steps import Step
 from fsdp_lab.spec.link import format_rate
 
@@ -23,6 +24,7 @@ KINDS = tuple(theme.COMMUNICATION)
 TOKENS = tuple(f"communication.{kind}" for kind in KINDS)
 RECENT_STEPS = 20
 AREAS = "Areas: issue to completion (in flight), overlapped time included."
+STRAGGLES = 1.1  # times the median of all ranks that a straggler works
 BARS_EVERY_S = 0.5  # medians change too slowly to be painted ten times a second
 
 
@@ -176,6 +178,80 @@ class CommunicationPanel(Panel):
     def captions(self) -> Captions:
         own = self._captions
         return replace(own, legend=(*own.legend, *self._frame.other_keys("exposed")))
+
+
+class RanksPanel(Panel):
+    """A row for each rank, medians of its last ordinary steps; a reader sorts it by its heads. A straggler is marked: a rank
+    that works longer than others, so that they wait for it. Hidden for one rank."""
+
+    name = "ranks"
+    title = "Ranks"
+    wide = True
+
+    def __init__(self, frame: StepAxis, world_size: int) -> None:
+        super().__init__(Captions(hidden=True))
+        self.world_size = world_size
+        self._recent: deque[Step] = deque(maxlen=RECENT_STEPS)
+        self._apart = Apart()
+        self._drawn_s = 0.0
+
+    def update(self, steps: Sequence[Step]) -> None:
+        for s in steps:
+            if s.events[0].first_after_switch:
+                self._recent.clear()
+            if not self._apart.reason(s):
+                self._recent.append(s)
+        if self.world_size == 1 or not self._recent:
+            return
+        now_s = self._recent[-1].events[0].end_unix_s
+        if now_s - self._drawn_s < BARS_EVERY_S and len(self._recent) == RECENT_STEPS:
+            return
+        self._drawn_s = now_s
+        events = [e for s in self._recent for e in s.events]
+        own: dict[int, list[StepEvent]] = {e.rank: [] for e in self._recent[-1].events}
+        late_s = dict.fromkeys(own, 0.0 if any(e.late for e in events) else math.nan)  # mean of a step
+        for e in events:
+            own.setdefault(e.rank, []).append(e)
+            for rank, seconds in e.late:
+                late_s[rank] = late_s.get(rank, 0.0) + seconds / len(self._recent)
+        works_s = {r: median(_works(e) for e in told) for r, told in own.items()}
+        slow = [r for r, seconds in works_s.items() if seconds > STRAGGLES * median(works_s.values())]
+        named = any(e.host for e in events)
+        heads = ("rank", *(("host",) if named else ()), *RANK_COLUMNS)
+        rows = []
+        for rank, told in own.items():
+            head = Cell(
+                text=f"{rank}", about=f"{rank}", tone="bad" if rank in slow else "", title=_straggles(rank in slow)
+            )
+            input_s = median_known(math.nan if e.input_s is None else e.input_s for e in told)
+            exposed_s = median_known(e.exposed_comm_s for e in told)
+            step_s = median(e.step_time_s for e in told)
+            figures = (step_s, works_s[rank], exposed_s, late_s.get(rank, math.nan), input_s)
+            peak = told[-1].memory.peak_bytes
+            cells = [Cell(text=duration(s), about=f"{s}" if math.isfinite(s) else "") for s in figures]
+            cells.append(Cell(text=size(peak) if peak else "–", about=f"{peak}"))
+            rows.append((head, *((told[-1].host,) if named else ()), *cells))
+        reading = f"rank {', '.join(map(str, slow))} works longest: the others wait" if slow else "no rank straggles"
+        self._captions = Captions(
+            reading=f"{reading}; medians of {len(self._recent)} steps",
+            note=f"Works: step time without exposed communication; marked above {STRAGGLES:g} times the median. "
+            "Late: what the others wait until it joins, a step.",
+            table=(heads, *rows),
+            sortable=True,
+        )
+
+
+RANK_COLUMNS = ("step time", "works", "exposed", "late", "input", "memory peak")
+
+
+def _works(event: StepEvent) -> float:
+    """Seconds of a step in which a rank does not wait for others."""
+    exposed_s = event.exposed_comm_s
+    return event.step_time_s - (exposed_s if math.isfinite(exposed_s) else 0.0)
+
+
+def _straggles(slow: bool) -> str:
+    return "Straggler: the others wait for it" if slow else ""
 
 
 def _of(comm: Mapping[str, Traffic], kind: str) -> Traffic:

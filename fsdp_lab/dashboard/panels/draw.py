@@ -6,6 +6,7 @@ from typing import Any, Literal
 from bokeh.models import AdaptiveTicker, ColumnDataSource, FixedTicker, HoverTool, NumeralTickFormatter, Range1d
 from bokeh.models.annotations import Span
 from bokeh.models.formatters import TickFormatter
+from bokeh.models.labeling import NoOverlap
 from bokeh.plotting import figure
 
 from fsdp_lab.base.events import Role, StepEvent
@@ -13,7 +14,7 @@ from fsdp_lab.base.process import ranks_per_host
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.panels.base import Columns, Key
 
-HEIGHT_PX = 204
+HEIGHT_PX = 190
 LINE_PX = 2
 MOST_NAMED = 12  # ranks that are all named on an axis
 BAR = 0.5  # the height of a bar, in ranks
@@ -51,6 +52,7 @@ def simplify_axis(axis: Any, numbers: str | TickFormatter) -> None:
     """Hides all of a Bokeh axis but its label and its numbers."""
     axis.axis_line_alpha = axis.major_tick_line_alpha = axis.minor_tick_line_alpha = 0
     axis.axis_label_standoff = 6
+    axis.major_label_policy = NoOverlap(min_distance=6)
     axis.axis_label_text_font_style = "normal"
     axis.axis_label_text_font_size = axis.major_label_text_font_size = "11px"
     axis.formatter = NumeralTickFormatter(format=numbers) if isinstance(numbers, str) else numbers

@@ -68,6 +68,7 @@ class MemoryPanel(Panel):
         self._over = MemoryLanes(frame, world_size)
         self._range = ZeroRange(headroom=1.5, slack=0.5)
         self._limit: int | None = None
+        self._seen: set[str] = set()  # classes that have occurred
         self._drawn: object = None
         self.sources = (self._now, self._over.columns, self._predicted)
         self.root = row(self._draw_now(), self._over.figure, sizing_mode="stretch_width", spacing=16)
@@ -171,7 +172,8 @@ class MemoryPanel(Panel):
     def _describe(self, step: Step) -> Captions:
         memories = [e.memory for e in step.events]
         host = max(m.host_bytes for m in memories)
-        legend = draw.class_keys((*draw.ON_DEVICE, "host") if host else draw.ON_DEVICE)
+        self._seen.update(c for m in memories for c in draw.ON_DEVICE if m.at_peak.of_role(Role(c)))
+        legend = draw.class_keys([c for c in (*draw.ON_DEVICE, "host") if c in self._seen or (c == "host" and host)])
         legend.append(Key(label="peak", token="ink.peak", hatch="line"))
         reading = f"peak {size(self._peak)} on the fullest rank" + (f", {size(host)} on the host" if host else "")
         outside = max(m.outside_bytes for m in memories)
