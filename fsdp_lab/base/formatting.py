@@ -98,6 +98,14 @@ def duration_range(low_s: float, high_s: float) -> str:
     return f"{figures(low_s / one)} to {figures(high_s / one)} {unit}"
 
 
+def flop_rate(flops_per_s: float) -> str:
+    """FLOPS with the unit: 7.69 GFLOPS, 0.450 TFLOPS, 312 TFLOPS; a dash if not measured."""
+    if not math.isfinite(flops_per_s):
+        return "–"
+    scaled, unit = (flops_per_s / 1e12, "TFLOPS") if flops_per_s >= 1e11 else (flops_per_s / 1e9, "GFLOPS")
+    return f"{figures(scaled)} {unit}"
+
+
 def count(number: float) -> str:
     """A number or a rate without its unit: 950, 12,300, 1.23 M; a dash if not measured."""
     if math.isnan(number):

@@ -133,7 +133,7 @@ def collect(sweep: Sweep, results: Results) -> None:
 
 
 WIDE = 130  # columns of a terminal that has room for all figures
-FIGURES = ("loss", "step time", "time ratio", "tokens/s", "TFLOPS", "peak/rank", "exposed", "parity")
+FIGURES = ("loss", "step time", "time ratio", "tokens/s", "FLOPS", "peak/rank", "exposed", "parity")
 NARROW = ("loss", "step time", "time ratio", "peak/rank", "parity")
 
 

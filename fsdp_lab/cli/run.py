@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fsdp_lab.cluster.hosts import Hosts
     from fsdp_lab.runs import CheckpointConfig, EvalConfig, Run
 
-LINE = ("loss", "step time", "tokens/s", "TFLOPS", "peak/rank", "exposed")
+LINE = ("loss", "step time", "tokens/s", "FLOPS", "peak/rank", "exposed")
 LINE_S = 2.0  # between two lines of output if there is no terminal
 RECENT_STEPS = 100
 _PASSED_ON = (signal.SIGTERM, signal.SIGHUP)  # to a script's command

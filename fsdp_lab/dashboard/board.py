@@ -292,7 +292,7 @@ class ComparisonCard(BaseCard):
 def table(compared: Comparison, entries: Sequence[Entry]) -> tuple[tuple[str | Cell, ...], ...]:
     """Column heads, then a row for each run that began."""
     base = compared.baseline or NONE
-    times = ("step time (p10–p90)", f"time / {base}", "tokens/s", "TFLOPS · MFU", "exposed")
+    times = ("step time (p10–p90)", f"time / {base}", "tokens/s", "FLOPS · MFU", "exposed")
     heads = ("", "strategy", f"same as {base}?", *times, "peak memory", f"peak / {base}", "state", "")
     rows: list[tuple[str | Cell, ...]] = []
     for row, entry in zip(compared.rows, entries, strict=True):
@@ -304,7 +304,7 @@ def table(compared: Comparison, entries: Sequence[Entry]) -> tuple[tuple[str | C
             texts["step time"].replace(" to ", "–"),
             Cell(text=ratio, title=("not told apart: " if ratio.startswith("≈") else "") + interval),
             texts["tokens/s"],
-            f"{texts['TFLOPS']} · {texts['MFU']}",
+            f"{texts['FLOPS']} · {texts['MFU']}",
             texts["exposed"],
         )
         memory = texts["peak/rank"], f"×{row.memory_ratio:.2f}" if row.memory_ratio else NONE

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from fsdp_lab.base.errors import ArgumentError, SpecError
 from fsdp_lab.base.events import Role
-from fsdp_lab.base.formatting import Table, count, duration, duration_range, size
+from fsdp_lab.base.formatting import Table, count, duration, duration_range, flop_rate, size
 from fsdp_lab.planner import bands
 from fsdp_lab.planner.bands import COVERED, MEMORY_ERRORS, PUBLISHED_ERRORS, Band, ErrorScale, error_scale, of_network
 from fsdp_lab.planner.costs import Computing, ComputingOf
@@ -21,7 +21,7 @@ from fsdp_lab.spec.describe import describe_value, differing_fields, field_title
 from fsdp_lab.spec.spec import Spec
 
 PARTS = ("computing", "slowed by sending", "exposed communication", "waiting for the host", "optimizer")
-FIGURES = ("fits", "memory", "step", "80 % band", "tokens/s", "TFLOPS", "MFU", "exposed", "bound by")
+FIGURES = ("fits", "memory", "step", "80 % band", "tokens/s", "FLOPS", "MFU", "exposed", "bound by")
 LEFT_ALIGNED = frozenset({"strategy", "why", "bound by", "fits"})
 SURE = 0.98
 BOUND = 0.2  # communication is the bottleneck if it takes more of a step, exposed or by slowdown
@@ -259,8 +259,7 @@ def sentences(plan: Plan) -> list[str]:
         f"{m.device.name} in {m.hosts:,} host{'s' * (m.hosts > 1)}{network}",
         f"It {fit_sentence(plan)}.",
         f"Step {duration(plan.step_time_s)} ({band_text(plan)} 8 times in 10), {count(plan.tokens_per_s)} tokens/s, "
-        f"{plan.flops_per_s / 1e12:.3g} TFLOPS a "
-        f"rank, MFU {plan.mfu:.1%}, HFU {plan.hfu:.1%}; bound by {plan.binding}.",
+        f"{flop_rate(plan.flops_per_s)} a rank, MFU {plan.mfu:.1%}, HFU {plan.hfu:.1%}; bound by {plan.binding}.",
         *([f"Assumed: {assumed}."] if assumed else []),
     ]
 
@@ -311,7 +310,7 @@ def plan_table(plans: Sequence[Plan]) -> Table:
         cells = [f"{v:,}" if type(v := fields[name]) is int else describe_value(name, v) for name in differing]
         share = f" ({p.fits_probability:.0%})" if 1 - SURE <= p.fits_probability <= SURE else ""
         cells += [("yes" if p.fits else "no") + share, size(p.memory.reserved_bytes), duration(p.step_time_s)]
-        cells += [band_text(p), count(p.tokens_per_s), f"{p.flops_per_s / 1e12:.3g}", f"{p.mfu:.1%}"]
+        cells += [band_text(p), count(p.tokens_per_s), flop_rate(p.flops_per_s), f"{p.mfu:.1%}"]
         rows.append((*cells, f"{p.step.exposed_comm_s / p.step_time_s:.0%}", p.binding))
     return Table(columns=(*names, *FIGURES), rows=tuple(rows), left=LEFT_ALIGNED | {n for n in names if n != "ranks"})
 

@@ -67,6 +67,7 @@ function size(bytes) {
 }
 
 const duration = (s) => (s >= 1 ? `${digits(s)} s` : `${digits(s * 1e3)} ms`);
+const flopRate = (tflops) => (tflops >= 0.1 ? `${digits(tflops)} TFLOPS` : `${digits(tflops * 1e3)} GFLOPS`);
 const count = (number) => (number >= 1e6 ? `${digits(number / 1e6)} M` : whole(number));
 const plain = (number) => number.toLocaleString("en-US", { maximumSignificantDigits: 3 });
 const percent = (share) => (share < 0.995 ? `${(100 * share).toFixed(1)} %` : "100 %");
@@ -312,7 +313,7 @@ function figuresOf(row) {
     ["step", duration(row.step_time_s), range(band(row, "step_time_s"), duration)],
     ["tokens/s", count(row.tokens_per_s), range(band(row, "tokens_per_s"), count)],
     ["tokens/s a rank", count(row.tokens_per_s_per_rank)],
-    ["TFLOPS a rank", digits(row.tflops_per_rank)],
+    ["FLOPS a rank", flopRate(row.tflops_per_rank)],
     ["MFU", percent(row.mfu), range(mfuBand(row), percent)],
     ["HFU", percent(row.hfu)],
     ["exposed communication", percent(row.exposed_comm_s / row.step_time_s)],

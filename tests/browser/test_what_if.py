@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page
 
-from fsdp_lab.base.formatting import count, duration, size
+from fsdp_lab.base.formatting import count, duration, flop_rate, size
 from fsdp_lab.cli.main import main
 from fsdp_lab.cli.plan import TEACHING
 from fsdp_lab.planner.questions import Target, planned
@@ -173,7 +173,7 @@ def test_a_page_without_a_kernel_says_what_its_command_says(
     assert rates == pytest.approx(told, rel=1e-5), "the page has seven digits of each"
     assert shown == {
         "step": between("step_time_s", duration),
-        "tokens/s a rank": count(plan["tokens_per_s_per_rank"]), "TFLOPS a rank": f"{plan['tflops_per_rank']:.0f}",
+        "tokens/s a rank": count(plan["tokens_per_s_per_rank"]), "FLOPS a rank": flop_rate(1e12 * plan["tflops_per_rank"]),
         "MFU": f"{100 * plan['mfu']:.1f} %\n{mfu}", "HFU": f"{100 * plan['hfu']:.1f} %",
         "exposed communication": f"{100 * plan['exposed_comm_s'] / plan['step_time_s']:.1f} %",
     }  # fmt: skip
