@@ -10,8 +10,9 @@ from fsdp_lab.base.errors import FieldError
 from fsdp_lab.bench.plan import option
 from fsdp_lab.cli.console import Refused
 from fsdp_lab.spec import link
-from fsdp_lab.spec.fields import AUTO, FieldRow, rows_of
-from fsdp_lab.spec.spec import FIELDS, PARTS, Spec, Strategy, changed_dict, check_field
+from fsdp_lab.spec.describe import written
+from fsdp_lab.spec.fields import FieldRow, rows_of
+from fsdp_lab.spec.spec import PARTS, Spec, Strategy, changed_dict, check_field
 from fsdp_lab.spec.workload import Workload
 
 LINK = (
@@ -26,17 +27,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(f"{part} (a value, or a comma-separated list)")
         for name, row in rows_of(kind).items():
             tokens = ", ".join([*row.tokens, *filter(None, [row.others])])
-            help_text = f"{tokens + '; ' if tokens else ''}default: {format_value(name, getattr(kind, name))}"
+            help_text = f"{tokens + '; ' if tokens else ''}default: {written(name, getattr(kind, name))}"
             group.add_argument(option(name), metavar="V,V", help=help_text)
     help_text = f"{LINK}; none: the real wire. A value, or a comma-separated list"
     parser.add_argument("--link", metavar="V,V", help=help_text)
-
-
-def format_value(name: str, value: Any) -> str:
-    """A value as written on the command line."""
-    if value is None:
-        return AUTO if FIELDS[name].none == AUTO else "none"
-    return value if isinstance(value, str) else json.dumps(dict(value) if isinstance(value, Mapping) else value)
 
 
 def parse_lists(args: argparse.Namespace) -> dict[str, list[Any]]:

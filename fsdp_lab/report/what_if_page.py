@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from fsdp_lab.base import __version__
 from fsdp_lab.base.errors import ArgumentError, FieldError
 from fsdp_lab.base.files import check_file, write_whole
 from fsdp_lab.dashboard import theme
+from fsdp_lab.planner.plan import Training
 from fsdp_lab.report.report import FOLDER, SUFFIXES, filled
 from fsdp_lab.spec.describe import describe_value
 
@@ -90,6 +91,9 @@ class Product:
     options: str = ""  # of `fsdp-lab plan` beside those of the axes, for the command that repeats an answer
     command: str = ""  # that made the page
     start: Mapping[str, Any] | None = None  # what a reader sees first; None: the first combination that is not refused
+    training: Mapping[str, Training] = field(
+        default_factory=dict
+    )  # by hardware: what the inputs of the bill begin with
 
     @property
     def combinations(self) -> int:
@@ -159,6 +163,7 @@ def render(product: Product, rows: Sequence[Mapping[str, Any]], refusals: Sequen
         "axes": [{name: getattr(axis, name) for name in names} for axis in product.axes],
         "ranks": next(([*axis.values] for axis in product.axes if axis.name == RANKS), []),
         "start": _start(product, rows),
+        "bills": {name: bill_inputs(training) for name, training in product.training.items()},
         "options": product.options,
         "columns": columns(numbered),
         "texts": texts,
@@ -175,6 +180,14 @@ def render(product: Product, rows: Sequence[Mapping[str, Any]], refusals: Sequen
         data=data,
         js=SCRIPT.read_text(encoding="utf-8"),
     )
+
+
+def bill_inputs(training: Training | None) -> dict[str, Any]:
+    """What the page's inputs of tokens and price begin with."""
+    if training is None:
+        return {"tokens": "", "price": ""}
+    price = training.price_per_gpu_hour
+    return {"tokens": f"{training.tokens / 1e9:g}B", "price": "" if price is None else f"{price:g}"}
 
 
 def _start(product: Product, rows: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -15,6 +15,7 @@ import pytest
 
 from fsdp_lab.base.events import Role
 from fsdp_lab.cli.main import main
+from fsdp_lab.planner.devices import DEVICES
 
 SEVEN = ["plan", "--model", "llama-7b", "--hardware", "a100-80", "--precision", "bf16"]
 
@@ -64,6 +65,47 @@ def test_the_best_strategy_the_largest_model_and_the_fewest_gpus(capsys: pytest.
     assert 1 < said(capsys, *asked, "--find", "fewest")["fewest"]["ranks"] <= 8
     assert main([*asked, "--memory", "2", "--find", "strategy"]) == 1
     assert "None of " in capsys.readouterr().out
+
+
+def test_a_model_that_needs_more_gpus_than_samples_is_found_with_a_larger_batch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ["plan", "--model", "llama-70b", "--hardware", "h100", "--find", "fewest"]
+    assert said(capsys, *asked)["fewest"] == {"ranks": 32, "hosts": 4, "global_batch": 128}
+    assert said(capsys, *asked, "--global-batch", "512")["fewest"]["ranks"] == 32
+    assert main([*asked, "--global-batch", "4"]) == 1
+    assert "does not fit on 4,096 x h100 or fewer; give a larger --global-batch" in capsys.readouterr().out
+
+
+def test_a_training_has_a_time_and_a_price_and_the_cheapest_gpus_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--model", "llama-1b", "--precision", "bf16", "--seq-len", "1024", "--tokens", "15B"]
+    (plan,) = said(capsys, *asked, "--hardware", "h100", "--price", "2.49")["plans"]
+    assert plan["training_s"] == pytest.approx(15e9 / plan["tokens_per_s"])
+    assert plan["gpu_hours"] == pytest.approx(8 * plan["training_s"] / 3600)
+    assert plan["cost"] == pytest.approx(2.49 * plan["gpu_hours"])
+    assert plan["cost_high"] / plan["cost"] == pytest.approx(plan["step_time_s_high"] / plan["step_time_s"])
+    assert main([*asked, "--hardware", "h100"]) == 0
+    assert re.search(r"15.0 billion tokens take [\d.]+ h \(.* GPU hours\.", capsys.readouterr().out)
+    cheapest = [*asked, "--find", "cheapest", "--hardware", "t4,h100", "--ranks", "8,16", "--precision", "fp16"]
+    found = said(capsys, *cheapest, "--price", "0.01,2.49")["cheapest"]
+    assert [(p["hardware"], p["price_per_gpu_hour"]) for p in found[:2]] == [("t4", 0.01)] * 2
+    quick = said(capsys, *cheapest, "--price", "0.01,2.49", "--days", "3")["cheapest"]
+    assert {p["hardware"] for p in quick} == {"h100"} and all(p["training_s"] <= 3 * 86_400 for p in quick)
+    assert quick == sorted(quick, key=lambda p: p["cost"] / p["fits_probability"])
+
+
+def test_hardware_is_listed_and_may_be_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--hardware", "list"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"\n{name} " in listed for name in DEVICES) and "Ada whitepaper" in listed
+    small = ["plan", "--model", "gpt2-124m", "--precision", "bf16", "--ranks", "1"]
+    (known,) = said(capsys, *small, "--hardware", "RTX 4090")["plans"]
+    own = ["--gpu-tflops", "165.2", "--gpu-memory", "23.6", "--gpu-bandwidth", "1.008"]
+    (custom,) = said(capsys, *small, "--hardware", "custom", *own)["plans"]
+    assert (
+        custom["mfu"] == pytest.approx(known["mfu"], rel=0.2)
+        and custom["memory_limit_bytes"] == known["memory_limit_bytes"]
+    )
 
 
 def test_a_preset_is_planned_without_torch() -> None:
