@@ -589,7 +589,7 @@ class Table {
       groups: [{ fields, same: this.axes.filter(({ labels }) => labels.length === 1).map(({ label, labels }) => [label, labels[0]]) }],
       row: refused ? null : row,
       bill: this.bill(row),
-      refusals: refused ? [`${refused.field}: ${refused.reason}; ${refused.hint}.`] : [],
+      refusals: refused ? [`${refused.words}.`] : [],
       ways: this.ways(row),
       along: along.sort((a, b) => a.ranks - b.ranks),
       ranks: this.data.ranks,

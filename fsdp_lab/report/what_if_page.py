@@ -204,4 +204,4 @@ def _refusal(product: Product, error: FieldError) -> dict[str, Any]:
     axes = {axis.name: (i, axis.values) for i, axis in enumerate(product.axes)}
     has_all = all(name in axes and value in axes[name][1] for name, value in error.fix.items())
     fix = {axes[name][0]: axes[name][1].index(value) for name, value in error.fix.items()} if has_all else {}
-    return {"field": error.field, "reason": error.reason, "hint": error.hint, "fix": fix}
+    return {"words": error.words, "fix": fix}

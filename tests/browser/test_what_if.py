@@ -213,7 +213,7 @@ def test_a_refused_combination_says_why_and_has_a_way_out(open_page: Callable[..
     page.choose("sharding", "hybrid_shard")
     assert page.text("verdict") == "refused"
     assert page.text("answer .reading") == (
-        "strategy.sharding: hybrid_shard needs a shard size between 1 and world_size that divides it, and 1 ranks have "
+        "sharding: hybrid_shard needs a shard size between 1 and world_size that divides it, and 1 ranks have "
         "none; use 4 ranks, or full_shard."
     )
     assert page.figures() == {} and not page.page.locator(".pictures").is_visible()
