@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     show_plans(plans, scaling, bottleneck)
     for _, error in refused:
-        say(f"refused: {error}")
+        say(f"refused: {error.words}")
     return 0
 
 
