@@ -109,22 +109,22 @@ def compare(
     console: Console, specs: Sequence[Spec], steps: int, rounds: int | None, results: Results, hosts: Hosts | None
 ) -> Sweep:
     """Trains the Specs in turns with a live table, and adds what was measured to the results, also after Ctrl-C."""
-    with open_lab(console, specs[0].world_size, specs[0].devices, hosts=hosts) as lab:
-        sweep = lab.compare(specs, steps=steps, **({"rounds": rounds} if rounds else {}))
-        drawn_s = float("-inf")
-        try:
-            with live(console, transient=True) as draw:
+    sweep, drawn_s = None, float("-inf")
 
-                def show() -> None:
-                    nonlocal drawn_s
-                    if (
-                        console.is_terminal and time.monotonic() - drawn_s > REDRAW_S
-                    ):  # ratios and parity cover all steps
-                        drawn_s = time.monotonic()
-                        draw(view(sweep, console))
+    def show() -> None:
+        nonlocal drawn_s
+        # Not at each call: ratios and parity cover all steps.
+        if sweep is not None and console.is_terminal and time.monotonic() - drawn_s > REDRAW_S:
+            drawn_s = time.monotonic()
+            draw(view(sweep, console))
 
-                watch(sweep, show)
-        finally:
+    where = open_lab(console, specs[0].world_size, specs[0].devices, hosts=hosts)
+    try:
+        with where as lab, live(console, transient=True) as draw:
+            sweep = lab.compare(specs, steps=steps, **({"rounds": rounds} if rounds else {}))
+            watch(sweep, show)
+    finally:
+        if sweep is not None:
             collect(sweep, results)
             console.print(view(sweep, console))
     return sweep

@@ -17,9 +17,9 @@ from fsdp_lab.base.formatting import plural, size
 from fsdp_lab.bench.plan import option
 from fsdp_lab.cli import fields
 from fsdp_lab.cli.console import Refused, memory_limit, say, say_json, terminal
-from fsdp_lab.planner.devices import DEVICES, custom_device, device, device_table
+from fsdp_lab.planner.devices import DEVICES, device, device_table
 from fsdp_lab.spec.describe import field_title, written
-from fsdp_lab.spec.fields import rows_of
+from fsdp_lab.spec.fields import FieldRow, rows_of
 from fsdp_lab.spec.spec import PARTS, Spec
 from fsdp_lab.spec.user_code import is_code
 
@@ -44,32 +44,28 @@ TEACHING = {
     "precision": "bf16",
 }
 TAUGHT_FIRST = {"model": "llama-7b", "hardware": "h100", "world_size": 64}
-CUSTOM = ("gpu_tflops", "gpu_memory", "gpu_bandwidth", "gpu_link")
-# Options with one value for the whole page; the last two can be changed on it.
-OF_ALL = ("hosts", "network", "memory", "global_batch", *CUSTOM)
-BILL = ("price", "tokens")
+OF_ALL = ("hosts", "network", "memory", "global_batch")  # options with one value for the whole page
+BILL = ("price", "tokens")  # beginnings of what can be changed on it
 AXES = ("hardware", "ranks", "link", *(name for kind in PARTS.values() for name in rows_of(kind)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("where").add_argument
-    names = f"a GPU: {', '.join(DEVICES)}, or custom; list: their figures. --page and --find cheapest take several"
+    own = "or figures of your own, TFLOPS/GIB/TBS[/GBS]: dense in bf16, usable memory, its TB/s, and NVLink's GB/s, one way"
+    names = f"a GPU: {', '.join(DEVICES)}; list: their figures; {own}. --page and --find cheapest take several"
     add("--hardware", metavar="NAME", help=names)
     add("--ranks", metavar="N,N", help="GPUs, one rank each (default: 8)")
     add("--hosts", type=int, metavar="N", help="number of hosts (default: 8 GPUs per host)")
     network = "of all network cards of a host together, gigabits a second, one way (default: typical for the GPU)"
     add("--network", type=float, metavar="GBIT", help=network)
     add("--memory", type=float, metavar="GIB", help="memory limit per GPU")
-    add = parser.add_argument_group("a GPU of your own figures: --hardware custom").add_argument
-    add("--gpu-tflops", type=float, metavar="TFLOPS", help="dense, in bf16")
-    add("--gpu-memory", type=float, metavar="GIB", help="usable memory")
-    add("--gpu-bandwidth", type=float, metavar="TB", help="of its memory, TB/s")
-    link = "to the other GPUs of its host, GB/s, one way (default: PCI Express 4.0, shared)"
-    add("--gpu-link", type=float, metavar="GB", help=link)
     add = parser.add_argument_group("a whole training: its time, GPU hours and cost").add_argument
     add("--tokens", metavar="N", help="tokens to train, such as 15B (default, with --price: 1B)")
-    price = "of an hour of one GPU, in any currency; for several GPUs as many with commas"
-    add("--price", metavar="P,P", help=price)
+    add(
+        "--price",
+        metavar="P,P",
+        help="of an hour of one GPU, in any currency; one for all of --hardware, or one for each",
+    )
     add("--days", type=float, metavar="DAYS", help="with --find cheapest: the longest time that it may take")
     add = parser.add_argument_group("what").add_argument
     add("--global-batch", type=int, metavar="N", help="samples per step; sets the number of micro-batches")
@@ -90,14 +86,13 @@ def run(args: argparse.Namespace) -> int:
         say(repr(device_table()))
         return 0
     check_options(args)
-    targets = targets_of(args)
-    if args.find == "cheapest":
-        return find_cheapest(args, targets)
-    if len(targets) > 1:
-        raise Refused(f"--hardware {args.hardware} is a list, which --page and --find cheapest take; name one GPU")
     from fsdp_lab.planner.questions import curve, planned
 
-    (target,) = targets
+    target, *others = targets_of(args).values()
+    if args.find == "cheapest":
+        return find_cheapest(args, [target, *others])
+    if others:
+        raise Refused(f"--hardware {args.hardware} is a list, which --page and --find cheapest take; name one GPU")
     specs, refused = fields.requested(args, partial(spec_of, args, target))
     if not specs:
         raise refused[0][1]
@@ -141,12 +136,12 @@ def spec_of(args: argparse.Namespace, target: Target, combination: dict[str, Any
 
 
 def answer(
-    args: argparse.Namespace, targets: Sequence[Target], limit_bytes: int | None, values: Mapping[str, Any]
+    args: argparse.Namespace, targets: Mapping[str, Target], limit_bytes: int | None, values: Mapping[str, Any]
 ) -> dict[str, Any]:
     """A plan as a dict, for flat fields of a Spec and `hardware`. Raises FieldError."""
     from fsdp_lab.planner.questions import planned
 
-    (target,) = (one for one in targets if one.machine(1).device.name == values["hardware"])
+    target = targets[values["hardware"]]
     asked = fields.with_values({name: value for name, value in values.items() if name != "hardware"})
     spec = spec_of(args, target, asked)
     plan = planned(spec, target)
@@ -202,8 +197,6 @@ def find_cheapest(args: argparse.Namespace, targets: Sequence[Target]) -> int:
 
     if len(targets) > 1 and args.price is None:
         raise Refused("GPUs are compared by what they cost; give --price one for each, such as --price 2.49,1.29")
-    if args.days is not None and not args.days > 0:
-        raise Refused(f"--days {args.days:g} is refused; give a number above 0")
     ranks = CURVE[:11] if args.ranks is None else fields.parse_whole_numbers("--ranks", args.ranks)
     args.ranks = str(max(ranks))
     limit_bytes = memory_limit(args)
@@ -213,18 +206,15 @@ def find_cheapest(args: argparse.Namespace, targets: Sequence[Target]) -> int:
     if refused:
         raise refused[0][1]
     limit_s = math.inf if args.days is None else 86_400 * args.days
-    with terminal().status("predicting") as status:
-        tried = lambda where: status.update(f"predicting: {where}")  # noqa: E731
-        options: dict[str, Any] = {"ranks": ranks, "global_batch": args.global_batch, "progress": tried}
-        plans = cheapest(specs[0], targets, limit_bytes=limit_bytes, limit_s=limit_s, **options)
+    with terminal().status("predicting"):
+        batch = args.global_batch
+        plans = cheapest(specs[0], targets, ranks=ranks, global_batch=batch, limit_bytes=limit_bytes, limit_s=limit_s)
     if args.json:
         say_json({"cheapest": [p.to_dict() for p in plans]})
     elif plans:
         say(repr(cheapest_table(specs[0], plans)))
     else:
-        say(
-            f"{specs[0].workload.model} fits on none of these{'' if args.days is None else f' within {args.days:g} days'}."
-        )
+        say(f"{specs[0].workload.model} fits on none of these" + (f" within {args.days:g} days." if args.days else "."))
     return 0 if plans else 1
 
 
@@ -265,30 +255,22 @@ def write_page(args: argparse.Namespace) -> int:
     return 0
 
 
-def targets_of(args: argparse.Namespace) -> list[Target]:
-    """A target for each of `--hardware`, with its price. Raises Refused, ArgumentError."""
+def targets_of(args: argparse.Namespace) -> dict[str, Target]:
+    """A target for each of `--hardware`, with its price, by name. Raises Refused, ArgumentError."""
     from fsdp_lab.planner.plan import Training
     from fsdp_lab.planner.questions import Target
 
-    custom = [getattr(args, name) for name in CUSTOM]
-    is_own = args.hardware == "custom"
-    if (is_own and None in custom[:3]) or (not is_own and any(value is not None for value in custom)):
-        raise Refused("a GPU of your own is --hardware custom with --gpu-tflops, --gpu-memory and --gpu-bandwidth")
-    devices = [custom_device(*custom)] if is_own else list(map(device, args.hardware.split(",")))
-    words: list[str | None] = [None] if args.price is None else args.price.split(",")
-    if len(words) not in (1, len(devices)):
+    devices = [device(word) for word in args.hardware.split(",")]
+    prices = [None] if args.price is None else [FieldRow(type="float").read(word) for word in args.price.split(",")]
+    if len(prices) not in (1, len(devices)):
         raise Refused(
-            f"--price has {len(words)} prices for {plural(len(devices), 'GPU')}; give one for each, or one for all"
+            f"--price {args.price} is not one for {plural(len(devices), 'GPU')}; give one for each, or for all"
         )
-    try:
-        prices = [None if word is None else float(word) for word in words] * (len(devices) if len(words) == 1 else 1)
-    except ValueError:
-        raise Refused(f"--price {args.price} is refused; give a number such as 2.49, or one for each GPU") from None
+    prices *= len(devices) if len(prices) == 1 else 1
     tokens = args.tokens or ("1B" if args.find == "cheapest" else None)
-    return [
-        Target(hardware=one, hosts=args.hosts, network_gbit_per_s=args.network, training=Training.of(tokens, price))
-        for one, price in zip(devices, prices, strict=True)
-    ]
+    where = partial(Target, hosts=args.hosts, network_gbit_per_s=args.network)
+    pairs = zip(devices, prices, strict=True)
+    return {one.name: where(hardware=one, training=Training.of(tokens, price)) for one, price in pairs}
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -316,10 +298,9 @@ def product_of(args: argparse.Namespace) -> Product:
         vars(args).update(TEACHING)
     check_options(args)
     targets = targets_of(args)
-    trained = {one.machine(1).device.name: one.training for one in targets if one.training is not None}
     return Product(
-        axes=axes_of(args, [one.machine(1).device.name for one in targets]),
-        training=trained,
+        axes=axes_of(args, [*targets]),
+        training={name: one.training for name, one in targets.items() if one.training is not None},
         options=" ".join(text_of(args, OF_ALL)),
         command=" ".join(["fsdp-lab plan --page", shlex.quote(args.page.name), *given]),
         start=TAUGHT_FIRST if is_taught else None,

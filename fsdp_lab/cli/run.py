@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 LINE = ("loss", "step time", "tokens/s", "FLOPS", "peak/rank", "exposed")
 LINE_S = 2.0  # between two lines of output if there is no terminal
 RECENT_STEPS = 100
+NO_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"  # of transformers, which writes a file or two
 _PASSED_ON = (signal.SIGTERM, signal.SIGHUP)  # to a script's command
 
 
@@ -239,6 +240,7 @@ def export_spec(args: argparse.Namespace) -> int:
     spec = read_spec(args.spec)
     if args.ranks is not None:
         spec = spec.replace(world_size=args.ranks)
+    os.environ.setdefault(NO_BARS, "1")
     if args.output is not None:
         print(EXPORTS[args.to](spec, args.output, force=args.force))
     elif args.to == "script":
@@ -259,6 +261,7 @@ def checkpoints(args: argparse.Namespace) -> int:
     if args.export is not None:
         from fsdp_lab.export import export_model
 
+        os.environ.setdefault(NO_BARS, "1")
         print(export_model(find(args.folder, field="folder"), args.export, force=args.force))
         return 0
     if not args.folder.is_dir():

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from fsdp_lab.base.errors import ArgumentError, SpecError, check_whole
 from fsdp_lab.base.formatting import GIB, Table
-from fsdp_lab.base.hardware import DTYPES, GPUS, PCIE4_BYTES_PER_S, VARIANTS
+from fsdp_lab.base.hardware import DTYPES, GPUS, VARIANTS, Gpu
 
 ASSUMED_SHARE = 0.87  # of the bf16 peak
 
@@ -94,8 +94,8 @@ class Device:
         return self.peak_flops_per_s[dtype]
 
 
-def _device(name: str) -> Device:
-    gpu = VARIANTS.get(name) or GPUS[name]
+def _device(name: str, gpu: Gpu | None = None) -> Device:
+    gpu = gpu or VARIANTS.get(name) or GPUS[name]
     assumed = f"{ASSUMED_SHARE} of the peak, as an A100 reaches{gpu.remark}"
     return Device(
         name=name,
@@ -117,7 +117,10 @@ _OTHER_NAMES = {"a100": "a100-80", "h100-sxm": "h100", "h100-80": "h100", "h200-
 
 
 def device(name: str) -> Device:
-    """A device by name. Raises ArgumentError with the nearest names, and all."""
+    """A device by name, or by figures of one's own: "165/24/1.008" for dense TFLOPS in bf16, GiB and TB/s of memory, and
+    "/300" for GB/s of NVLink, one way, if it has any. Raises ArgumentError, with the nearest names and all."""
+    if "/" in name:
+        return _device(name, _own(name))
     low = name.strip().lower().replace(" ", "-").replace("_", "-")
     low = _OTHER_NAMES.get(low, low).removeprefix("nvidia-").removeprefix("geforce-").replace("-", "")
     for known, found in DEVICES.items():
@@ -129,41 +132,16 @@ def device(name: str) -> Device:
     raise ArgumentError("hardware", f"{name!r} is not known", hint, {"hardware": [*similar, *others][0]})
 
 
-def custom_device(
-    tflops: float,
-    memory_gib: float,
-    memory_tb_per_s: float,
-    link_gb_per_s: float | None = None,
-    *,
-    name: str = "custom",
-) -> Device:
-    """A GPU of one's own figures. Raises ArgumentError for one that is not above 0.
-
-    Args:
-        tflops: dense, in bf16 and fp16; other dtypes are unknown.
-        memory_gib, memory_tb_per_s: usable memory in GiB, and its rate.
-        link_gb_per_s: GB/s to the other GPUs of its host, one way; None: PCI Express 4.0, which they share.
-    """
-    given = {
-        "tflops": tflops,
-        "memory_gib": memory_gib,
-        "memory_tb_per_s": memory_tb_per_s,
-        "link_gb_per_s": link_gb_per_s,
-    }
-    for field_name, value in given.items():
-        if value is not None and not 0 < value < 1e6:
-            raise ArgumentError(field_name, f"{value!r} is refused", "give a number above 0")
-    return Device(
-        name=name,
-        peak_flops_per_s={"bf16": tflops * 1e12, "fp16": tflops * 1e12},
-        matrix_share=ASSUMED_SHARE,
-        memory_bytes=int(memory_gib * GIB),
-        memory_bytes_per_s=memory_tb_per_s * 1e12,
-        link_bytes_per_s=PCIE4_BYTES_PER_S if link_gb_per_s is None else link_gb_per_s * 1e9,
-        switched=link_gb_per_s is not None,
-        generation="ampere",
-        assumed={"matrix_share": f"{ASSUMED_SHARE} of the peak, as an A100 reaches"},
-    )
+def _own(text: str) -> Gpu:
+    try:
+        bf16, gib, tb_per_s, *nvlink = figures = [float(word) for word in text.split("/")]
+        if len(nvlink) < 2 and all(0 < figure < 1e6 for figure in figures):
+            return Gpu(
+                "", bf16, None, 0, "", nvlink=next(iter(nvlink), None), generation="ampere", memory=(gib, tb_per_s)
+            )
+    except ValueError:
+        pass
+    raise ArgumentError("hardware", f"{text!r} is refused", "give TFLOPS/GIB/TBS as 165/24/1.008, or a name")
 
 
 def device_table() -> Table:

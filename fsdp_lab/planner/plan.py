@@ -1,7 +1,7 @@
 """`plan`: the predicted memory and time of a Spec on a machine, in milliseconds, as a `Plan`."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
@@ -235,13 +235,7 @@ class Plan:
 
 
 def plan(
-    spec: Spec,
-    shape: ModelShape,
-    machine: Machine,
-    *,
-    rates: Rates = PUBLISHED,
-    computing: ComputingOf = Computing,
-    training: Training | None = None,
+    spec: Spec, shape: ModelShape, machine: Machine, *, rates: Rates = PUBLISHED, computing: ComputingOf = Computing
 ) -> Plan:
     """Predicts a step of a model, in the units of `spec.strategy.wrap`, on a machine with as many ranks as the Spec has.
     Raises FieldError for another number of ranks, and for a dtype or gathers that the device does not support."""
@@ -269,7 +263,6 @@ def plan(
         assumed=assumed,
         rates=rates,
         computing=computing,
-        training=training,
     )
 
 
@@ -323,6 +316,11 @@ def bill_sentence(plan: Plan, training: Training) -> str:
     texts, tokens = bill_texts(plan), figures(training.tokens / 1e9)
     cost = f", and cost {texts['cost']} at {training.price_per_gpu_hour:,g} a GPU hour" if "cost" in texts else ""
     return f"{tokens} billion tokens take {texts['training_s']}, {texts['gpu_hours']} GPU hours{cost}."
+
+
+def billed(plans: Sequence[Plan]) -> Iterator[str]:
+    """The titles of the entries that the plans' bills have."""
+    return (BILL[name] for p in plans[:1] for name in p.bill)
 
 
 def bill_texts(plan: Plan, *, ranges: bool = True) -> dict[str, str]:
@@ -382,13 +380,10 @@ def plan_table(plans: Sequence[Plan]) -> Table:
         share = f" ({p.fits_probability:.0%})" if 1 - SURE <= p.fits_probability <= SURE else ""
         cells += [("yes" if p.fits else "no") + share, size(p.memory.reserved_bytes), duration(p.step_time_s)]
         cells += [band_text(p), count(p.tokens_per_s), flop_rate(p.flops_per_s), f"{p.mfu:.1%}"]
-        rows.append(
-            (*cells, f"{p.step.exposed_comm_s / p.step_time_s:.0%}", p.binding, *bill_texts(p, ranges=False).values())
-        )
-    billed = (BILL[name] for name in (plans[0].bill if plans else ()))
-    return Table(
-        columns=(*names, *FIGURES, *billed), rows=tuple(rows), left=LEFT_ALIGNED | {n for n in names if n != "ranks"}
-    )
+        cells += [f"{p.step.exposed_comm_s / p.step_time_s:.0%}", p.binding]
+        rows.append((*cells, *bill_texts(p, ranges=False).values()))
+    left, columns = LEFT_ALIGNED | {n for n in names if n != "ranks"}, (*names, *FIGURES, *billed(plans))
+    return Table(columns=columns, rows=tuple(rows), left=left)
 
 
 def band_text(p: Plan) -> str:

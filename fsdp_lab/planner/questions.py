@@ -6,7 +6,7 @@ They look up the model's shape and the machine; the rest of the planner needs ne
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_lab.base.errors import ArgumentError, FieldError, SpecError, check_whole
@@ -62,15 +62,11 @@ def on_hosts(spec: Spec, target: Target) -> Spec:
 def planned(spec: Spec, target: Target) -> Plan:
     """Predicts one step. Raises FieldError: an unknown model, a sequence longer than its positions, hardware that is unknown
     or does not have as many ranks, numbers out of range."""
-    return plan(spec, shape_of(spec), target.machine(spec.world_size), training=target.training)
+    return replace(plan(spec, shape_of(spec), target.machine(spec.world_size)), training=target.training)
 
 
 def planned_here(
-    spec: Spec,
-    calibration: Calibration,
-    hosts: int | None = None,
-    network_gbit_per_s: float | None = None,
-    training: Training | None = None,
+    spec: Spec, calibration: Calibration, hosts: int | None = None, network_gbit_per_s: float | None = None
 ) -> Plan:
     """Predicts one step on the calibrated machine, or on so many hosts like it. Raises FieldError for another number of
     ranks, and as `planned`."""
@@ -86,9 +82,9 @@ def planned_here(
         hint = "calibrate again with as many, give hosts that have as many together, or name hardware"
         raise SpecError("world_size", reason, hint)
     if hosts in (None, 1):
-        return plan(spec, shape, calibration.machine, rates=calibration.rates, training=training)
+        return plan(spec, shape, calibration.machine, rates=calibration.rates)
     where, rates = calibration.on_hosts(hosts or 1, network_gbit_per_s)
-    return plan(spec, shape, where, rates=rates, training=training)
+    return plan(spec, shape, where, rates=rates)
 
 
 def planned_memory(spec: Spec, *, device: str) -> MemoryPlan:
@@ -143,8 +139,9 @@ def curve(spec: Spec, target: Target) -> tuple[list[Plan], str]:
 
 def searched(spec: Spec, target: Target, *, limit_bytes: int | None = None) -> Search:
     """The fastest Strategies that fit. Raises FieldError as `planned`."""
-    machine = target.machine(spec.world_size)
-    return search(spec, shape_of(spec), machine, limit_bytes=limit_bytes, training=target.training)
+    found = search(spec, shape_of(spec), target.machine(spec.world_size), limit_bytes=limit_bytes)
+    top = (replace(one, plan=replace(one.plan, training=target.training)) for one in found.top)
+    return replace(found, top=tuple(top))
 
 
 def largest_model(spec: Spec, target: Target, *, limit_bytes: int | None = None) -> ModelShape | None:
@@ -168,7 +165,7 @@ def fewest_ranks(
 ) -> Machine | None:
     """The smallest machine on which the model fits, with so many samples a step; None: each rank has the work that it has in
     the Spec, so the batch grows with the ranks. Raises FieldError as `planned`."""
-    return fewest(spec, shape_of(spec), target.whole_host(spec.world_size), global_batch, limit_bytes=limit_bytes)
+    return fewest(spec, shape_of(spec), target.whole_host(spec.world_size).limited(limit_bytes), global_batch)
 
 
 def cheapest(
@@ -179,28 +176,17 @@ def cheapest(
     global_batch: int | None = None,
     limit_bytes: int | None = None,
     limit_s: float = math.inf,
-    progress: Callable[[str], object] = lambda where: None,
 ) -> list[Plan]:
     """The fastest strategy that fits on each of these numbers of ranks of each target, the cheapest training first; without
-    prices, that of the fewest GPU hours. A plan that may not fit counts as dearer by as much.
-
-    Args:
-        targets: each with a `training`.
-        global_batch: as for `fewest_ranks`.
-        limit_s: of the training.
-        progress: called with each machine that is tried.
-
-    Raises FieldError as `planned`.
-    """
+    prices, that of the fewest GPU hours. A plan that may not fit counts as dearer by as much. Those that take longer than
+    `limit_s` are left out. `global_batch`: as for `fewest_ranks`. Raises FieldError as `planned`."""
     shape, found = shape_of(spec), list[Plan]()
     for target in targets:
         whole = target.whole_host(max(ranks))
         for one in [on_ranks(spec, n, global_batch) for n in ranks if whole.allows(n)]:
             if one is not None:
-                progress(f"{one.world_size:,} x {whole.device.name}")
-                machine = whole.with_ranks(one.world_size)
-                best = search(one, shape, machine, limit_bytes=limit_bytes, training=target.training).top[:1]
-                found += [candidate.plan for candidate in best]
+                best = search(one, shape, whole.with_ranks(one.world_size), limit_bytes=limit_bytes).top[:1]
+                found += [replace(candidate.plan, training=target.training) for candidate in best]
     name = "cost" if all("cost" in p.bill for p in found) else "gpu_hours"
     quick = [p for p in found if p.bill["training_s"][0] <= limit_s]
     return sorted(quick, key=lambda p: p.bill[name][0] / p.fits_probability)

@@ -14,12 +14,11 @@ from fsdp_lab.planner.devices import Machine
 from fsdp_lab.planner.memory import memory
 from fsdp_lab.planner.model_shape import ModelShape
 from fsdp_lab.planner.plan import (
-    BILL,
     LEFT_ALIGNED,
     Plan,
-    Training,
     band_text,
     bill_texts,
+    billed,
     fit_sentence,
     likely_text,
     margin_bytes,
@@ -77,8 +76,7 @@ class Search:
             step = f"{duration(p.step_time_s)} ({band_text(p)})"
             bill = tuple(bill_texts(p, ranges=False).values())
             rows.append((str(i), label, one.why, step, f"{p.mfu:.1%}", size(p.memory.reserved_bytes), *bill))
-        billed = (BILL[name] for one in self.shown[:1] for name in one.plan.bill)
-        columns = ("", "strategy", "why", "step", "MFU", "memory", *billed)
+        columns = ("", "strategy", "why", "step", "MFU", "memory", *billed([one.plan for one in self.shown]))
         return Table(columns=columns, rows=tuple(rows), left=LEFT_ALIGNED)
 
     @property
@@ -94,14 +92,7 @@ class Search:
         return f"None of {self.considered} strategies fits. Nearest: {nearest}"
 
 
-def search(
-    spec: Spec,
-    shape: ModelShape,
-    machine: Machine,
-    *,
-    limit_bytes: int | None = None,
-    training: Training | None = None,
-) -> Search:
+def search(spec: Spec, shape: ModelShape, machine: Machine, *, limit_bytes: int | None = None) -> Search:
     """The fastest Strategies of `spec.strategy.backend` for its model, ranks and global batch, within a memory limit per
     device. Raises FieldError for ranks that differ from the machine's."""
     machine = machine.limited(limit_bytes)
@@ -112,7 +103,7 @@ def search(
             considered += 1
             margin = _margin(candidate, shape, machine)
             if margin >= 0:
-                fitting.append(plan(candidate, shape, machine, training=training))
+                fitting.append(plan(candidate, shape, machine))
             else:
                 lacking.append((-margin, candidate))
         if fitting:
@@ -124,8 +115,7 @@ def search(
                 why = f"{_why(p, best[0], len(fitting))}{unsure}{likely_text(p)}"
                 top.append(Candidate(plan=p, why=why, is_apart=is_apart))
             return Search(spec=spec, top=tuple(top), considered=considered, fitting=len(fitting))
-    lean = min(lacking, key=lambda one: one[0])[1] if lacking else None
-    nearest = None if lean is None else plan(lean, shape, machine, training=training)
+    nearest = plan(min(lacking, key=lambda one: one[0])[1], shape, machine) if lacking else None
     return Search(spec=spec, top=(), considered=considered, fitting=0, nearest=nearest)
 
 
@@ -149,18 +139,11 @@ def candidates(spec: Spec, per_host: int, offloads: Sequence[str] = ("none",)) -
             yield spec.replace(**changes)
 
 
-def fewest(
-    spec: Spec,
-    shape: ModelShape,
-    machine: Machine,
-    global_batch: int | None,
-    *,
-    limit_bytes: int | None = None,
-) -> Machine | None:
+def fewest(spec: Spec, shape: ModelShape, machine: Machine, global_batch: int | None) -> Machine | None:
     """The smallest machine of these hosts, or part of a host, on which the model fits; None if `MOST_RANKS` are too few.
     `global_batch`: as for `on_ranks`."""
     for ranks in filter(machine.allows, _powers(MOST_RANKS)):
-        wanted, part = on_ranks(spec, ranks, global_batch), machine.with_ranks(ranks).limited(limit_bytes)
+        wanted, part = on_ranks(spec, ranks, global_batch), machine.with_ranks(ranks)
         if wanted is not None and fits_somehow(wanted, shape, part):
             return part
     return None
@@ -233,8 +216,7 @@ def cheapest_table(spec: Spec, plans: Sequence[Plan]) -> Table:
         likely = likely_text(p).removeprefix("; ")
         cells = (f"{machine.ranks:,} x {machine.device.name}", label, f"{p.spec.global_batch:,}", likely)
         rows.append((*cells, *bill_texts(p).values()))
-    billed = (BILL[name] for p in plans[:1] for name in p.bill)
-    columns = ("GPUs", "strategy", "global batch", "memory", *billed)
+    columns = ("GPUs", "strategy", "global batch", "memory", *billed(plans))
     notes = ("the fastest strategy that fits on each; 8 times in 10 the figure is in its range",)
     return Table(columns=columns, rows=tuple(rows), notes=notes, left=LEFT_ALIGNED | {"GPUs", "memory"})
 

@@ -315,6 +315,7 @@ class WhatIf(anywidget.AnyWidget):
         """All that the page shows, as what_if.js reads it."""
         held = [(name, self.choices.notes.get(name, Note())) for name in FIELDS if name in self.choices.held]
         fields = ", ".join(f"{name}={value!r}" for name, value in self._answer.question.changed.items())
+        texts = [("The same in a terminal", self._command()), ("As a Spec", f"Spec().replace({fields})")]
         ways = [(name, fix_text(note.fix, self.choices.held, FIELDS)) for name, note in held]
         self._shown += 1
         return {
@@ -328,24 +329,19 @@ class WhatIf(anywidget.AnyWidget):
             "status": self._status(),
             "searching": self._searching,
             "bill": self._bill,
-            "take": {
-                "texts": [("The same in a terminal", self._command()), ("As a Spec", f"Spec().replace({fields})")]
-            },
+            "take": {"texts": texts},
         }
 
     def _command(self) -> str:
         """`fsdp-lab plan` with the question of the answer that is shown, and the bill."""
         question, machine = self._answer.question, self._answer.plan.machine
-        options = {"hardware": machine.device.name, "ranks": machine.ranks}
-        options |= {
-            "hosts": None if question.per_host is None else machine.hosts,
-            "network": question.network,
-            **self._bill,
-        }
-        words = [f"--{name} {value}" for name, value in options.items() if value not in (None, "")]
-        changed = {name: value for name, value in question.changed.items() if name not in ("world_size", "devices")}
-        words += [f"--{n.replace('_', '-')} {shlex.quote(written(n, value))}" for n, value in changed.items()]
-        return " ".join(["fsdp-lab plan", *words])
+        hosts = None if question.per_host is None else machine.hosts
+        options = {"hardware": machine.device.name, "ranks": machine.ranks, "hosts": hosts, "network": question.network}
+        options |= {n: written(n, value) for n, value in question.changed.items() if n not in ("world_size", "devices")}
+        given = {name: value for name, value in {**options, **self._bill}.items() if value not in (None, "")}
+        return " ".join(
+            ["fsdp-lab plan", *(f"--{n.replace('_', '-')} {shlex.quote(str(v))}" for n, v in given.items())]
+        )
 
     def _status(self) -> str:
         if self._said:

@@ -91,9 +91,7 @@ class Product:
     options: str = ""  # of `fsdp-lab plan` beside those of the axes, for the command that repeats an answer
     command: str = ""  # that made the page
     start: Mapping[str, Any] | None = None  # what a reader sees first; None: the first combination that is not refused
-    training: Mapping[str, Training] = field(
-        default_factory=dict
-    )  # by hardware: what the inputs of the bill begin with
+    training: Mapping[str, Training] = field(default_factory=dict)  # by hardware: with what the bill's inputs begin
 
     @property
     def combinations(self) -> int:
@@ -184,10 +182,8 @@ def render(product: Product, rows: Sequence[Mapping[str, Any]], refusals: Sequen
 
 def bill_inputs(training: Training | None) -> dict[str, Any]:
     """What the page's inputs of tokens and price begin with."""
-    if training is None:
-        return {"tokens": "", "price": ""}
-    price = training.price_per_gpu_hour
-    return {"tokens": f"{training.tokens / 1e9:g}B", "price": "" if price is None else f"{price:g}"}
+    tokens, price = (training.tokens, training.price_per_gpu_hour) if training else (None, None)
+    return {"tokens": f"{tokens / 1e9:g}B" if tokens else "", "price": f"{price:g}" if price else ""}
 
 
 def _start(product: Product, rows: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -78,7 +78,7 @@ def test_a_model_that_needs_more_gpus_than_samples_is_found_with_a_larger_batch(
 
 
 def test_a_training_has_a_time_and_a_price_and_the_cheapest_gpus_are_found(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["plan", "--model", "llama-1b", "--precision", "bf16", "--seq-len", "1024", "--tokens", "15B"]
+    asked = ["plan", "--model", "gpt2-124m", "--precision", "bf16", "--seq-len", "512", "--tokens", "15B"]
     (plan,) = said(capsys, *asked, "--hardware", "h100", "--price", "2.49")["plans"]
     assert plan["training_s"] == pytest.approx(15e9 / plan["tokens_per_s"])
     assert plan["gpu_hours"] == pytest.approx(8 * plan["training_s"] / 3600)
@@ -86,12 +86,13 @@ def test_a_training_has_a_time_and_a_price_and_the_cheapest_gpus_are_found(capsy
     assert plan["cost_high"] / plan["cost"] == pytest.approx(plan["step_time_s_high"] / plan["step_time_s"])
     assert main([*asked, "--hardware", "h100"]) == 0
     assert re.search(r"15.0 billion tokens take [\d.]+ h \(.* GPU hours\.", capsys.readouterr().out)
-    cheapest = [*asked, "--find", "cheapest", "--hardware", "t4,h100", "--ranks", "8,16", "--precision", "fp16"]
+    cheapest = [*asked, "--find", "cheapest", "--hardware", "t4,h100", "--ranks", "1,2", "--precision", "fp16"]
     found = said(capsys, *cheapest, "--price", "0.01,2.49")["cheapest"]
+    assert found == sorted(found, key=lambda p: p["cost"] / p["fits_probability"]) and len(found) == 4
     assert [(p["hardware"], p["price_per_gpu_hour"]) for p in found[:2]] == [("t4", 0.01)] * 2
-    quick = said(capsys, *cheapest, "--price", "0.01,2.49", "--days", "3")["cheapest"]
-    assert {p["hardware"] for p in quick} == {"h100"} and all(p["training_s"] <= 3 * 86_400 for p in quick)
-    assert quick == sorted(quick, key=lambda p: p["cost"] / p["fits_probability"])
+    days = found[0]["training_s"] / 86_400 - 0.01
+    quick = said(capsys, *cheapest, "--price", "0.01,2.49", "--days", f"{days}")["cheapest"]
+    assert found[0] not in quick and quick and all(p["training_s"] <= days * 86_400 for p in quick)
 
 
 def test_hardware_is_listed_and_may_be_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,8 +101,7 @@ def test_hardware_is_listed_and_may_be_ones_own(capsys: pytest.CaptureFixture[st
     assert all(f"\n{name} " in listed for name in DEVICES) and "Ada whitepaper" in listed
     small = ["plan", "--model", "gpt2-124m", "--precision", "bf16", "--ranks", "1"]
     (known,) = said(capsys, *small, "--hardware", "RTX 4090")["plans"]
-    own = ["--gpu-tflops", "165.2", "--gpu-memory", "23.6", "--gpu-bandwidth", "1.008"]
-    (custom,) = said(capsys, *small, "--hardware", "custom", *own)["plans"]
+    (custom,) = said(capsys, *small, "--hardware", "165.2/23.6/1.008")["plans"]
     assert (
         custom["mfu"] == pytest.approx(known["mfu"], rel=0.2)
         and custom["memory_limit_bytes"] == known["memory_limit_bytes"]

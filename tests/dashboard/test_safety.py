@@ -150,7 +150,9 @@ def test_the_list_of_saves() -> None:
 
     whole = [saved(s, path=Path(f"/c/{s}"), nbytes=5 << 20, seconds=0.2) for s in (10, 20, 30)]
     shown = saves_list([*whole, saved(40, seconds=0.1, error="No space <left>"), saved(50)])
-    assert "and 2 before" in shown and "after 30 steps is saved in /c/30: 5.00 MiB, training paused for 10.0 ms." in shown
+    assert (
+        "and 2 before" in shown and "after 30 steps is saved in /c/30: 5.00 MiB, training paused for 10.0 ms." in shown
+    )
     assert "after 50 steps is being saved" in shown and "40 steps could not be saved (No space &lt;left&gt;)" in shown
     assert shown.index("50 steps") < shown.index("40 steps") < shown.index("30 steps")
     assert "No checkpoint yet" in saves_list([])
