@@ -76,7 +76,7 @@ def test_choose_read_be_refused_search_and_take(warm: Notebook, watched: Callabl
     says(".take pre >> nth=1", r"^Spec\(\).replace\(.*world_size=24")
     choose("price of a GPU hour", "2.5")
     says(".answer .figures", r"cost ?[\d,.]+")
-    says(".take pre >> nth=0", r" --price 2.5 ")
+    says(".take pre >> nth=0", r" --price 2.5$")
     for width, theme in ((1920, "Dark"), (800, "Light")):
         page.set_viewport_size({"width": width, "height": 1750})
         notebook.theme(f"JupyterLab {theme}")
