@@ -8,6 +8,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from fsdp_lab.cluster.hosts import CUT_S, Hosts, SlurmHosts, ssh_hosts
 from fsdp_lab.cluster.membership import RankStatus
 from fsdp_lab.cluster.sent_code import with_code
 from fsdp_lab.planner.calibration import Calibration, references
-from fsdp_lab.planner.plan import Plan
+from fsdp_lab.planner.plan import Plan, Training
 from fsdp_lab.planner.questions import Target, planned, planned_here, require_memory
 from fsdp_lab.runs.activities import Activities
 from fsdp_lab.runs.comparison import Refusal
@@ -566,24 +567,30 @@ class Lab:
         *,
         hosts: int | None = None,
         network_gbit_per_s: float | None = None,
+        tokens: float | str | None = None,
+        price_per_gpu_hour: float | None = None,
     ) -> Plan:
         """Predicts a step's memory, time and communication in milliseconds, without training.
 
         Args:
             spec: None: that of the run, or the lab's.
-            hardware: a GPU such as "h100", which need not be present; None: these ranks, as `calibrate` measured them.
+            hardware: a GPU such as "h100", which need not be present, as for `planner.devices.device`; None: these ranks, as
+                `calibrate` measured them.
             hosts: how many; of the calibrated one, if no hardware is named.
             network_gbit_per_s: of a host's network cards together, one way; None: the usual rate.
+            tokens, price_per_gpu_hour: of a whole training, such as "15B" and 2.49 in any currency: `Plan.bill` has its
+                time, GPU hours and cost, with ranges. A price alone is for a billion tokens.
 
         Raises ArgumentError: no calibration, or of other ranks; hardware that is unknown or cannot hold the ranks.
         """
-        wanted = self.spec if spec is None else spec
+        wanted, training = self.spec if spec is None else spec, Training.of(tokens, price_per_gpu_hour)
         if hardware is not None:
-            return planned(wanted, Target(hardware=hardware, hosts=hosts, network_gbit_per_s=network_gbit_per_s))
+            where = Target(hardware=hardware, hosts=hosts, network_gbit_per_s=network_gbit_per_s, training=training)
+            return planned(wanted, where)
         if self._calibration is None:
             hint = "call lab.calibrate(), or name a GPU such as h100"
             raise ArgumentError("hardware", "this machine is not calibrated", hint)
-        return planned_here(wanted, self._calibration, hosts, network_gbit_per_s)
+        return replace(planned_here(wanted, self._calibration, hosts, network_gbit_per_s), training=training)
 
     # -- ranks ------------------------------------------------------------------------------------------------------
 

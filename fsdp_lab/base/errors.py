@@ -76,6 +76,12 @@ class FieldError(SentenceError, ValueError):
         """Reason and hint, a sentence each. The reason may start with a value, and keeps its case."""
         return f"{self.reason}. {self.hint[:1].upper()}{self.hint[1:]}."
 
+    @property
+    def words(self) -> str:
+        """`str()` with the field as people call it: "micro batch", not "workload.micro_batch"."""
+        name = self.field.removeprefix("workload.").removeprefix("strategy.").replace("_", " ")
+        return f"{name}: {self.reason}; {self.hint}"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), (self.field, self.reason, self.hint, self.fix, self.cause))
 

@@ -86,16 +86,22 @@ def traffic(number_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """3.20 ms, 1.25 s; a dash if not measured."""
+    """3.20 ms, 1.25 s, 5.40 h, 12.5 days; a dash if not measured."""
     if not math.isfinite(seconds):
         return "–"
-    return f"{figures(seconds)} s" if seconds >= 1 else f"{figures(seconds * 1e3)} ms"
+    one, unit = _time_unit(seconds)
+    return f"{figures(seconds / one)} {unit}"
 
 
 def duration_range(low_s: float, high_s: float) -> str:
     """In one unit: 591 to 792 ms."""
-    one, unit = (1.0, "s") if high_s >= 1 else (1e-3, "ms")
+    one, unit = _time_unit(high_s)
     return f"{figures(low_s / one)} to {figures(high_s / one)} {unit}"
+
+
+def _time_unit(seconds: float) -> tuple[float, str]:
+    units = ((86_400.0, "days"), (3_600.0, "h"), (1.0, "s"))
+    return next(((one, unit) for one, unit in units if seconds >= one), (1e-3, "ms"))
 
 
 def flop_rate(flops_per_s: float) -> str:

@@ -84,6 +84,7 @@ GPUS: Mapping[str, Gpu] = {
 
 # Parts that a prediction distinguishes, and a link or a device name does not.
 _AT_72_W = "; at 72 W it may be less"
+_NO_PEERS = "; GPUs of a host send through its memory, which may be slower"
 VARIANTS: Mapping[str, Gpu] = {
     "a100-40": replace(GPUS["a100"], memory=(40, 1.555)),
     "a100-80": replace(GPUS["a100"], memory=(80, 2.039)),
@@ -94,7 +95,15 @@ VARIANTS: Mapping[str, Gpu] = {
     "h100-hbm2e": replace(GPUS["h100"], memory=(95, 2.4), power_share=500 / 700),
     # Half of the data sheet's figures with sparsity; 72 W.
     "l4": Gpu("", 121, 60, 30.3, "NVIDIA L4 data sheet", generation="ada", memory=(22.5, 0.3), remark=_AT_72_W),
-}
+    # Cards for workstations: tensor cores with fp32 accumulation, which GeForce cards do at half the rate of the others.
+    "rtx3090": Gpu("", 71, 35.6, 35.6, "NVIDIA GA102 whitepaper", generation="ampere", memory=(23.7, 0.936),
+                   remark=_NO_PEERS),
+    "rtx4090": Gpu("", 165.2, 82.6, 82.6, "NVIDIA Ada whitepaper", generation="ada", memory=(23.6, 1.008), remark=_NO_PEERS),
+    "rtx5090": Gpu("", 209.5, 104.8, 104.8, "NVIDIA RTX Blackwell whitepaper", generation="blackwell", memory=(31.4, 1.792),
+                   pcie_bytes_per_s=2 * PCIE4_BYTES_PER_S, remark=_NO_PEERS),
+    "rtx-a6000": Gpu("", 154.8, 77.4, 38.7, "NVIDIA GA102 whitepaper", generation="ampere", memory=(47.5, 0.768)),
+    "rtx6000-ada": Gpu("", 364.2, 182.1, 91.1, "NVIDIA Ada professional whitepaper", generation="ada", memory=(45, 0.96)),
+}  # fmt: skip
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:

@@ -16,7 +16,19 @@ from typing import TYPE_CHECKING, Any
 from fsdp_lab.base.files import check_file
 from fsdp_lab.base.formatting import duration
 from fsdp_lab.cli import fields
-from fsdp_lab.cli.console import Refused, Results, add_hosts, at_least, hosts_of, live, open_lab, say, terminal, watch
+from fsdp_lab.cli.console import (
+    Refused,
+    Results,
+    add_hosts,
+    at_least,
+    hosts_of,
+    live,
+    open_lab,
+    say,
+    terminal,
+    watch,
+    wrapped,
+)
 from fsdp_lab.spec.spec import Spec
 
 if TYPE_CHECKING:
@@ -63,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     sweep = compare(console, specs, args.steps, args.rounds, results, hosts) if specs else None
     rows: list[RunView | Refusal] = [
         *(sweep.in_order if sweep else ()),
-        *(Refusal(combination, str(error)) for combination, error in refused),
+        *(Refusal(combination, error.words) for combination, error in refused),
     ]
     lines = list(Comparison.of(rows).reasons())
     if sweep is not None and len(results.runs) > 1:
@@ -97,21 +109,24 @@ def compare(
     console: Console, specs: Sequence[Spec], steps: int, rounds: int | None, results: Results, hosts: Hosts | None
 ) -> Sweep:
     """Trains the Specs in turns with a live table, and adds what was measured to the results, also after Ctrl-C."""
-    with open_lab(console, specs[0].world_size, specs[0].devices, hosts=hosts) as lab, live(console) as draw:
-        sweep = lab.compare(specs, steps=steps, **({"rounds": rounds} if rounds else {}))
-        drawn_s = float("-inf")
+    sweep, drawn_s = None, float("-inf")
 
-        def show() -> None:
-            nonlocal drawn_s
-            if console.is_terminal and time.monotonic() - drawn_s > REDRAW_S:  # ratios and parity cover all steps
-                drawn_s = time.monotonic()
-                draw(view(sweep, console.width))
+    def show() -> None:
+        nonlocal drawn_s
+        # Not at each call: ratios and parity cover all steps.
+        if sweep is not None and console.is_terminal and time.monotonic() - drawn_s > REDRAW_S:
+            drawn_s = time.monotonic()
+            draw(view(sweep, console))
 
-        try:
+    where = open_lab(console, specs[0].world_size, specs[0].devices, hosts=hosts)
+    try:
+        with where as lab, live(console, transient=True) as draw:
+            sweep = lab.compare(specs, steps=steps, **({"rounds": rounds} if rounds else {}))
             watch(sweep, show)
-        finally:
+    finally:
+        if sweep is not None:
             collect(sweep, results)
-    console.print(view(sweep, console.width))
+            console.print(view(sweep, console))
     return sweep
 
 
@@ -133,11 +148,11 @@ def collect(sweep: Sweep, results: Results) -> None:
 
 
 WIDE = 130  # columns of a terminal that has room for all figures
-FIGURES = ("loss", "step time", "time ratio", "tokens/s", "TFLOPS", "peak/rank", "exposed", "parity")
+FIGURES = ("loss", "step time", "time ratio", "tokens/s", "FLOPS", "peak/rank", "exposed", "parity")
 NARROW = ("loss", "step time", "time ratio", "peak/rank", "parity")
 
 
-def view(sweep: Sweep, width: int) -> Group:
+def view(sweep: Sweep, console: Console) -> Group:
     """The table of a sweep in progress or over, with fewer figures if narrow, and a line on its progress."""
     from rich.console import Group
     from rich.text import Text
@@ -152,9 +167,9 @@ def view(sweep: Sweep, width: int) -> Group:
         left = "" if p.left_s is None else f", about {duration(p.left_s)} left"
         line = f"{p.done_steps} of {p.all_steps} steps{left}"
     begun = [run for spec in sweep.specs if (run := sweep.run_of(spec)) is not None]
-    figures = FIGURES if width >= WIDE else NARROW
+    figures = FIGURES if console.width >= WIDE else NARROW
     table = repr(Comparison.of(begun).table(figures, spread=False)) if begun else ""
-    return Group(Text(table, no_wrap=True, overflow="crop"), Text(line, style="dim"))
+    return Group(Text(wrapped(table, console), no_wrap=True, overflow="crop"), Text(line, style="dim"))
 
 
 # -- fsdp-lab prove: two scripts that know nothing of it -----------------------------------------------------------------

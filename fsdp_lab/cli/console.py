@@ -7,11 +7,13 @@ import argparse
 import contextlib
 import json
 import signal
+import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -143,8 +145,17 @@ def terminal() -> Console:
 
 
 def say(text: str, console: Console | None = None, style: str | None = None) -> None:
-    """Prints text unchanged: lines of a table are not wrapped, and a pipe gets what a terminal shows."""
-    (console or terminal()).print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    """Prints text: a terminal breaks long sentences between words, and lines of a table are not wrapped."""
+    console = console or terminal()
+    console.print(wrapped(text, console), style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def wrapped(text: str, console: Console) -> str:
+    """The text with the sentences in it broken to the width of a terminal. Rows of tables have columns of spaces."""
+    if not console.is_terminal:
+        return text
+    fill = partial(textwrap.fill, width=console.width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(line if "  " in line.strip() else fill(line) for line in text.split("\n"))
 
 
 def say_json(content: Any) -> None:

@@ -10,8 +10,9 @@ from fsdp_lab.base.errors import FieldError
 from fsdp_lab.bench.plan import option
 from fsdp_lab.cli.console import Refused
 from fsdp_lab.spec import link
-from fsdp_lab.spec.fields import AUTO, FieldRow, rows_of
-from fsdp_lab.spec.spec import FIELDS, PARTS, Spec, Strategy, changed_dict, check_field
+from fsdp_lab.spec.describe import written
+from fsdp_lab.spec.fields import FieldRow, rows_of
+from fsdp_lab.spec.spec import PARTS, Spec, Strategy, changed_dict, check_field
 from fsdp_lab.spec.workload import Workload
 
 LINK = (
@@ -20,23 +21,18 @@ LINK = (
 )
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds an option for each field of Workload and Strategy, and for the link."""
+def add_options(parser: argparse.ArgumentParser, *, several: bool = True) -> None:
+    """Adds an option for each field of Workload and Strategy, and for the link. `several`: each takes a list, too."""
+    metavar, title = ("V,V", " (a value, or a comma-separated list)") if several else ("V", "")
     for part, kind in PARTS.items():
-        group = parser.add_argument_group(f"{part} (a value, or a comma-separated list)")
+        group = parser.add_argument_group(f"{part}{title}")
         for name, row in rows_of(kind).items():
-            tokens = ", ".join([*row.tokens, *filter(None, [row.others])])
-            help_text = f"{tokens + '; ' if tokens else ''}default: {format_value(name, getattr(kind, name))}"
-            group.add_argument(option(name), metavar="V,V", help=help_text)
-    help_text = f"{LINK}; none: the real wire. A value, or a comma-separated list"
-    parser.add_argument("--link", metavar="V,V", help=help_text)
-
-
-def format_value(name: str, value: Any) -> str:
-    """A value as written on the command line."""
-    if value is None:
-        return AUTO if FIELDS[name].none == AUTO else "none"
-    return value if isinstance(value, str) else json.dumps(dict(value) if isinstance(value, Mapping) else value)
+            choices = ", ".join([*row.tokens, *filter(None, [row.others])]) or row.wanted
+            about = row.help.replace(". A change begins at step 0", "")
+            sentence = f"{about}: {choices}" if about and choices else about or choices
+            default = f"default: {written(name, getattr(kind, name))}"
+            group.add_argument(option(name), metavar=metavar, help=f"{sentence} ({default})".replace("%", "%%"))
+    parser.add_argument("--link", metavar=metavar, help=f"{LINK}; none: the real wire")
 
 
 def parse_lists(args: argparse.Namespace) -> dict[str, list[Any]]:
@@ -50,6 +46,15 @@ def parse_lists(args: argparse.Namespace) -> dict[str, list[Any]]:
     if args.link is not None:
         lists["link"] = [parse_link(word) for word in link.split_list(args.link)]
     return lists
+
+
+def parse_values_of_one(args: argparse.Namespace) -> dict[str, Any]:
+    """Flat field name -> value, for the options that were given. Raises Refused for a list, SpecError."""
+    lists = parse_lists(args)
+    for name, several in lists.items():
+        if len(several) > 1:
+            raise Refused(f"{option(name)} has {len(several)} values; give one, or compare them with fsdp-lab compare")
+    return {name: value for name, (value,) in lists.items()}
 
 
 def parse_values(row: FieldRow, text: str) -> list[Any]:

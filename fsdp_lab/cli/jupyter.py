@@ -26,12 +26,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import zmq
+
 from fsdp_lab.cli.console import Refused, signals_ignored
 
 FIRST_NOTEBOOK = "01_live_dashboard.ipynb"
 DEFAULT_PORT = 8888
 LOOPBACK = "127.0.0.1"
-SHIPPED = ("*.ipynb", "*.png", "course/*.py", "solutions/*.py")
+SHIPPED = ("*.ipynb", "*.md", "*.png", "course/*.py", "solutions/*.py")
 START_S = 90.0
 
 
@@ -40,7 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", type=int, help=f"the port to listen on (default: {DEFAULT_PORT}, or a free one above)")
     add("--ip", default=LOOPBACK, help="the address to listen on (default: %(default)s)")
     add("--no-browser", action="store_true", help="do not open a browser here")
-    add("--dir", type=Path, help="the folder to open; missing notebooks are copied into it")
+    copies = (
+        "the folder to open, into which missing notebooks are copied (default: fsdp-lab-notebooks here, or at home)"
+    )
+    add("--dir", type=Path, help=copies)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,16 +62,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def notebooks_folder(wanted: Path | None) -> Path:
-    """The repository's notebooks, or copies of them in a writable folder. Raises Refused."""
+    """Copies of the notebooks: in `wanted`, or in fsdp-lab-notebooks here, or, in the repository, in the home folder: what
+    notebooks write is no part of it. Raises Refused."""
     repository = Path(__file__).resolve().parents[2]
     installed = [Path(base, "share/fsdp_lab") for base in (sys.prefix, site.getuserbase())]
     known = [place / "notebooks" for place in (repository, *installed)]
     source = next((folder for folder in known if (folder / FIRST_NOTEBOOK).is_file()), None)
     if source is None:
         raise Refused("the notebooks are neither beside the package nor in its installation; install fsdp-lab again")
-    if wanted is None and os.access(source, os.W_OK) and (source.parent / "pyproject.toml").is_file():
-        return source
-    folder = (wanted or Path.cwd() / "fsdp-lab-notebooks").expanduser().absolute()
+    place = Path.home() if Path.cwd().is_relative_to(source.parent) else Path.cwd()
+    folder = (wanted or place / "fsdp-lab-notebooks").expanduser().absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file in [f for pattern in SHIPPED for f in source.glob(pattern)]:
@@ -92,6 +97,7 @@ def jupyterlab(
         f"--ServerApp.open_browser={browser}",
         *("--LabApp.news_url=None", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"),
         *([] if port is None else ["--ServerApp.port_retries=0"]),
+        *(["--KernelManager.transport_encryption=auto"] if zmq.has("curve") else []),  # or each kernel warns
     ]
     # Every user of the machine can read a command line, so the token is in the environment; the notebooks' kernel is this
     # environment's, even if the user's folder has one of the same name; and `labconfig`, which the user's settings precede,

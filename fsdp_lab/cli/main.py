@@ -2,12 +2,13 @@
 1 the command failed, or reports a failure; 2 refused, nothing was started; 130 Ctrl-C."""
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Sequence
 
 from fsdp_lab.base import __version__
-from fsdp_lab.base.errors import SentenceError, not_installed
+from fsdp_lab.base.errors import FieldError, SentenceError, not_installed
 from fsdp_lab.cli import bench, compare, doctor, drill, history, jupyter, plan, run
 from fsdp_lab.cli.console import CommandEnded, Failed, Refused, add_command, signals_raise
 from fsdp_lab.cluster import ClusterError, StartError
@@ -47,13 +48,21 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. Errors of argparse raise SystemExit(2)."""
-    args = parser().parse_args(argv)
+    top, words = parser(), sys.argv[1:] if argv is None else argv
+    if not words:
+        top.print_help()
+        return 0
+    args, unknown = top.parse_known_args(words)
+    if unknown:
+        options = [f"--{name.replace('_', '-')}" for name in vars(args)]
+        similar = difflib.get_close_matches(unknown[0].partition("=")[0], options, n=1)
+        top.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; use {similar[0]}" if similar else ""))
     try:
         with signals_raise():
             code: int = args.run(args)
         return code
     except (Refused, Failed, SentenceError) as e:
-        print(f"fsdp-lab: {e}", file=sys.stderr)
+        print(f"fsdp-lab: {e.words if isinstance(e, FieldError) else e}", file=sys.stderr)
         failed = isinstance(e, Failed | ClusterError) and not isinstance(e, StartError)
         return 1 if failed else 2
     except ModuleNotFoundError as missing:

@@ -1,9 +1,10 @@
-"""`fsdp-lab plan`: predicts memory and step time of a Spec on any hardware; searches (`--find`); and a page with the answer
-to each combination of lists (`--page`)."""
+"""`fsdp-lab plan`: predicts memory, step time and cost of a Spec on any hardware; searches (`--find`); and a page with the
+answer to each combination of lists (`--page`)."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,8 +17,9 @@ from fsdp_lab.base.formatting import plural, size
 from fsdp_lab.bench.plan import option
 from fsdp_lab.cli import fields
 from fsdp_lab.cli.console import Refused, memory_limit, say, say_json, terminal
-from fsdp_lab.spec.describe import field_title
-from fsdp_lab.spec.fields import rows_of
+from fsdp_lab.planner.devices import DEVICES, device, device_table
+from fsdp_lab.spec.describe import field_title, written
+from fsdp_lab.spec.fields import FieldRow, rows_of
 from fsdp_lab.spec.spec import PARTS, Spec
 from fsdp_lab.spec.user_code import is_code
 
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
     from fsdp_lab.planner.questions import Target
     from fsdp_lab.report.what_if_page import Axis, Product
 
-SEARCHES = ("strategy", "largest", "fewest")
+SEARCHES = ("strategy", "largest", "fewest", "cheapest")
+ANY_RANKS = SEARCHES[2:]  # they say how many
 POINT = ("ranks", "fits", "step_time_s", "tokens_per_s", "tflops_per_rank", "mfu", "exposed_comm_s", "binding")
 PAGE = "write an HTML page that answers every combination of the lists; without lists, those of a set for teaching"
 # The options of a page for which none is given.
@@ -42,21 +45,33 @@ TEACHING = {
 }
 TAUGHT_FIRST = {"model": "llama-7b", "hardware": "h100", "world_size": 64}
 OF_ALL = ("hosts", "network", "memory", "global_batch")  # options with one value for the whole page
+BILL = ("price", "tokens")  # beginnings of what can be changed on it
 AXES = ("hardware", "ranks", "link", *(name for kind in PARTS.values() for name in rows_of(kind)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("where").add_argument
-    add("--hardware", metavar="NAME", help="a GPU: a100-80, h100, h200, v100, t4, ...; several with commas for --page")
+    own = "or figures of your own, TFLOPS/GIB/TBS[/GBS]: dense in bf16, usable memory, its TB/s, and NVLink's GB/s, one way"
+    names = f"a GPU: {', '.join(DEVICES)}; list: their figures; {own}. --page and --find cheapest take several"
+    add("--hardware", metavar="NAME", help=names)
     add("--ranks", metavar="N,N", help="GPUs, one rank each (default: 8)")
     add("--hosts", type=int, metavar="N", help="number of hosts (default: 8 GPUs per host)")
-    network = "network bandwidth of a host, Gb/s (default: typical for the GPU)"
-    add("--network", type=float, metavar="GB", help=network)
+    network = "of all network cards of a host together, gigabits a second, one way (default: typical for the GPU)"
+    add("--network", type=float, metavar="GBIT", help=network)
     add("--memory", type=float, metavar="GIB", help="memory limit per GPU")
+    add = parser.add_argument_group("a whole training: its time, GPU hours and cost").add_argument
+    add("--tokens", metavar="N", help="tokens to train, such as 15B (default, with --price: 1B)")
+    add(
+        "--price",
+        metavar="P,P",
+        help="of an hour of one GPU, in any currency; one for all of --hardware, or one for each",
+    )
+    add("--days", type=float, metavar="DAYS", help="with --find cheapest: the longest time that it may take")
     add = parser.add_argument_group("what").add_argument
     add("--global-batch", type=int, metavar="N", help="samples per step; sets the number of micro-batches")
     searches = (
-        "the fastest strategies that fit; the largest preset of the family that fits; the fewest GPUs that hold it"
+        "the fastest strategies that fit; the largest preset of the model's family that fits; the fewest GPUs that hold it; "
+        "the cheapest GPUs and their number. Without --global-batch the last two give each GPU the same work"
     )
     add("--find", choices=SEARCHES, help=searches)
     add("--page", type=Path, metavar="FILE", help=PAGE)
@@ -67,12 +82,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.page is not None:
         return write_page(args)
+    if args.hardware == "list":
+        say(repr(device_table()))
+        return 0
     check_options(args)
-    if "," in args.hardware:
-        raise Refused(f"--hardware {args.hardware} is a list, which only --page takes; name one GPU")
-    from fsdp_lab.planner.questions import Target, curve, planned
+    from fsdp_lab.planner.questions import curve, planned
 
-    target = Target(hardware=args.hardware, hosts=args.hosts, network_gbit_per_s=args.network)
+    target, *others = targets_of(args).values()
+    if args.find == "cheapest":
+        return find_cheapest(args, [target, *others])
+    if others:
+        raise Refused(f"--hardware {args.hardware} is a list, which --page and --find cheapest take; name one GPU")
     specs, refused = fields.requested(args, partial(spec_of, args, target))
     if not specs:
         raise refused[0][1]
@@ -93,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     show_plans(plans, scaling, bottleneck)
     for _, error in refused:
-        say(f"refused: {error}")
+        say(f"refused: {error.words}")
     return 0
 
 
@@ -105,7 +125,7 @@ def spec_of(args: argparse.Namespace, target: Target, combination: dict[str, Any
     per_host = target.machine(spec.world_size).per_host
     if spec.strategy.is_hybrid and spec.strategy.shard_size is None and 1 < per_host < spec.world_size:
         spec.replace(shard_size=per_host)  # raises: it does not divide the ranks
-    if samples is None:
+    if samples is None or args.find in ANY_RANKS:
         return spec
     once = spec.workload.micro_batch * spec.world_size
     if samples < once or samples % once:
@@ -115,11 +135,13 @@ def spec_of(args: argparse.Namespace, target: Target, combination: dict[str, Any
     return spec.replace(accumulate=samples // once)
 
 
-def answer(args: argparse.Namespace, limit_bytes: int | None, values: Mapping[str, Any]) -> dict[str, Any]:
+def answer(
+    args: argparse.Namespace, targets: Mapping[str, Target], limit_bytes: int | None, values: Mapping[str, Any]
+) -> dict[str, Any]:
     """A plan as a dict, for flat fields of a Spec and `hardware`. Raises FieldError."""
-    from fsdp_lab.planner.questions import Target, planned
+    from fsdp_lab.planner.questions import planned
 
-    target = Target(hardware=values["hardware"], hosts=args.hosts, network_gbit_per_s=args.network)
+    target = targets[values["hardware"]]
     asked = fields.with_values({name: value for name, value in values.items() if name != "hardware"})
     spec = spec_of(args, target, asked)
     plan = planned(spec, target)
@@ -134,20 +156,27 @@ def find(args: argparse.Namespace, spec: Spec, target: Target) -> int:
     """Runs one of the searches. Returns 0, or 1 if nothing fits."""
     from fsdp_lab.planner.plan import parameter_count
     from fsdp_lab.planner.questions import fewest_ranks, largest_model, searched
+    from fsdp_lab.planner.search import MOST_RANKS
 
     limit_bytes, device = memory_limit(args), target.machine(spec.world_size).device.name
     model, result = spec.workload.model, dict[str, Any]()
     if args.find == "largest":
+        if args.model is None:
+            raise Refused("--find largest needs a family; name one of its presets with --model, such as llama-7b")
         gpus = f"{spec.world_size:,} x {device}"
         text = f"No preset of {model}'s family fits on {gpus}."
         if (shape := largest_model(spec, target, limit_bytes=limit_bytes)) is not None:
             result = {"model": shape.name, "blocks": len(shape.units) - 1, "parameters": shape.parameters}
             text = f"{gpus} hold {shape.name}: {parameter_count(shape.parameters)}."
     if args.find == "fewest":
-        text = f"{model} does not fit on any number of {device} that divides a global batch of {spec.global_batch:,}."
-        if (machine := fewest_ranks(spec, target, limit_bytes=limit_bytes)) is not None:
-            result = {"ranks": machine.ranks, "hosts": machine.hosts}
-            text = f"{model} fits on {machine.ranks:,} x {device} in {plural(machine.hosts, 'host')}."
+        batch = args.global_batch
+        divides = "; give a larger --global-batch" if batch is not None else ""
+        text = f"{model} does not fit on {MOST_RANKS:,} x {device} or fewer{divides}."
+        if (machine := fewest_ranks(spec, target, global_batch=batch, limit_bytes=limit_bytes)) is not None:
+            samples = batch or spec.workload.micro_batch * spec.workload.accumulate * machine.ranks
+            result = {"ranks": machine.ranks, "hosts": machine.hosts, "global_batch": samples}
+            where = f"{machine.ranks:,} x {device} in {plural(machine.hosts, 'host')}"
+            text = f"{model} fits on {where}, with a global batch of {samples:,}."
     if args.find != "strategy":
         say_json({args.find: result or None}) if args.json else say(text)
         return 0 if result else 1
@@ -159,6 +188,34 @@ def find(args: argparse.Namespace, spec: Spec, target: Target) -> int:
     else:
         say(repr(search))
     return 0 if search.top else 1
+
+
+def find_cheapest(args: argparse.Namespace, targets: Sequence[Target]) -> int:
+    """Says on which GPUs, and how many, the training is cheapest. Returns 0, or 1 if none fits or is quick enough."""
+    from fsdp_lab.planner.questions import CURVE, cheapest
+    from fsdp_lab.planner.search import cheapest_table
+
+    if len(targets) > 1 and args.price is None:
+        raise Refused("GPUs are compared by what they cost; give --price one for each, such as --price 2.49,1.29")
+    ranks = CURVE[:11] if args.ranks is None else fields.parse_whole_numbers("--ranks", args.ranks)
+    args.ranks = str(max(ranks))
+    limit_bytes = memory_limit(args)
+    specs, refused = fields.requested(args, partial(spec_of, args, targets[0]))
+    if len(specs) + len(refused) > 1:
+        raise Refused("--find cheapest takes one value of each option but --hardware, --price and --ranks")
+    if refused:
+        raise refused[0][1]
+    limit_s = math.inf if args.days is None else 86_400 * args.days
+    with terminal().status("predicting"):
+        batch = args.global_batch
+        plans = cheapest(specs[0], targets, ranks=ranks, global_batch=batch, limit_bytes=limit_bytes, limit_s=limit_s)
+    if args.json:
+        say_json({"cheapest": [p.to_dict() for p in plans]})
+    elif plans:
+        say(repr(cheapest_table(specs[0], plans)))
+    else:
+        say(f"{specs[0].workload.model} fits on none of these" + (f" within {args.days:g} days." if args.days else "."))
+    return 0 if plans else 1
 
 
 def show_plans(plans: Sequence[Plan], scaling: Sequence[Plan], bottleneck: str) -> None:
@@ -177,25 +234,56 @@ def show_plans(plans: Sequence[Plan], scaling: Sequence[Plan], bottleneck: str) 
 def write_page(args: argparse.Namespace) -> int:
     """Writes the page. Raises Refused and FieldError before anything is predicted."""
     limit_bytes = memory_limit(args)
+    from rich.progress import Progress
+
     from fsdp_lab.report import SUFFIXES
-    from fsdp_lab.report.what_if_page import write_what_if
+    from fsdp_lab.report.what_if_page import check_size, write_what_if
 
     check_file(args.page, SUFFIXES, field="--page")
-    product, predict = product_of(args), partial(answer, args, limit_bytes)
-    with terminal().status("predicting") as status:
-        show = lambda done: status.update(f"predicting: {done:,} of {product.combinations:,}")  # noqa: E731
+    product = product_of(args)
+    check_size(product)
+    predict = partial(answer, args, targets_of(args), limit_bytes)
+    say(f"{product.combinations:,} combinations are predicted, some milliseconds each")
+    console = terminal()
+    with Progress(
+        *Progress.get_default_columns(), console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("predicting", total=product.combinations)
+        show = lambda done: bar.update(task, completed=done)  # noqa: E731
         file = write_what_if(args.page, product, predict, progress=show)
     say(f"written: {file}, {product.combinations:,} combinations, {size(file.stat().st_size)}")
     return 0
 
 
+def targets_of(args: argparse.Namespace) -> dict[str, Target]:
+    """A target for each of `--hardware`, with its price, by name. Raises Refused, ArgumentError."""
+    from fsdp_lab.planner.plan import Training
+    from fsdp_lab.planner.questions import Target
+
+    devices = [device(word) for word in args.hardware.split(",")]
+    prices = [None] if args.price is None else [FieldRow(type="float").read(word) for word in args.price.split(",")]
+    if len(prices) not in (1, len(devices)):
+        raise Refused(
+            f"--price {args.price} is not one for {plural(len(devices), 'GPU')}; give one for each, or for all"
+        )
+    prices *= len(devices) if len(prices) == 1 else 1
+    tokens = args.tokens or ("1B" if args.find == "cheapest" else None)
+    where = partial(Target, hosts=args.hosts, network_gbit_per_s=args.network)
+    pairs = zip(devices, prices, strict=True)
+    return {one.name: where(hardware=one, training=Training.of(tokens, price)) for one, price in pairs}
+
+
 def check_options(args: argparse.Namespace) -> None:
-    """Completes `--ranks`. Raises Refused without hardware, and for an option that no plan takes."""
+    """Completes `--ranks`, but for the search that tries several. Raises Refused without hardware, and for an option that no
+    plan takes."""
     if args.hardware is None:
-        raise Refused("no hardware is named; give --hardware a100-80, h100, h200, ...")
+        raise Refused("no hardware is named; give --hardware a100-80, h100, h200, ..., or list")
     if args.link is not None:
         raise Refused("--link emulates a network while training; a plan's is --network, in Gb/s of a host")
-    args.ranks = args.ranks or "8"
+    if args.days is not None and args.find != "cheapest":
+        raise Refused("--days is of --find cheapest; a plan says how long a training takes with --tokens")
+    if args.find != "cheapest":
+        args.ranks = args.ranks or "8"
 
 
 def product_of(args: argparse.Namespace) -> Product:
@@ -204,13 +292,15 @@ def product_of(args: argparse.Namespace) -> Product:
 
     if others := [name for name in ("find", "json") if getattr(args, name)]:
         raise Refused(f"--page and --{others[0]} are different results; give one of them")
-    given = text_of(args, (*AXES, *OF_ALL))
+    given = text_of(args, (*AXES, *OF_ALL, *BILL))
     is_taught = not any(getattr(args, name) is not None for name in AXES)
     if is_taught:
         vars(args).update(TEACHING)
     check_options(args)
+    targets = targets_of(args)
     return Product(
-        axes=axes_of(args),
+        axes=axes_of(args, [*targets]),
+        training={name: one.training for name, one in targets.items() if one.training is not None},
         options=" ".join(text_of(args, OF_ALL)),
         command=" ".join(["fsdp-lab plan --page", shlex.quote(args.page.name), *given]),
         start=TAUGHT_FIRST if is_taught else None,
@@ -223,17 +313,15 @@ def text_of(args: argparse.Namespace, names: tuple[str, ...]) -> list[str]:
     return [f"{option(name)} {shlex.quote(str(value))}" for name, value in given.items()]
 
 
-def axes_of(args: argparse.Namespace) -> list[Axis]:
+def axes_of(args: argparse.Namespace, hardware: list[str]) -> list[Axis]:
     """The model, the hardware and the ranks, then the other fields that are given. Raises Refused and FieldError."""
     from fsdp_lab.models.check import model_facts
-    from fsdp_lab.planner.devices import device
 
     lists = fields.parse_lists(args)
     models = lists.pop("model", [Spec().workload.model])
     for model in models:
         if not is_code(model):
             model_facts(model)
-    hardware = [device(word).name for word in args.hardware.split(",")]
     return [
         axis("model", models),
         axis("hardware", hardware),
@@ -247,5 +335,5 @@ def axis(name: str, values: list[Any], *, label: str = "", named: str = "") -> A
     from fsdp_lab.report.what_if_page import Axis
 
     unique = tuple(value for i, value in enumerate(values) if value not in values[:i])
-    words = tuple(shlex.quote(fields.format_value(name, value)) for value in unique)
+    words = tuple(shlex.quote(written(name, value)) for value in unique)
     return Axis(name=name, label=label or field_title(name), option=named or option(name), values=unique, words=words)

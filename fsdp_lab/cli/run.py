@@ -35,19 +35,20 @@ if TYPE_CHECKING:
     from fsdp_lab.cluster.hosts import Hosts
     from fsdp_lab.runs import CheckpointConfig, EvalConfig, Run
 
-LINE = ("loss", "step time", "tokens/s", "TFLOPS", "peak/rank", "exposed")
+LINE = ("loss", "step time", "tokens/s", "FLOPS", "peak/rank", "exposed")
 LINE_S = 2.0  # between two lines of output if there is no terminal
 RECENT_STEPS = 100
+NO_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"  # of transformers, which writes a file or two
 _PASSED_ON = (signal.SIGTERM, signal.SIGHUP)  # to a script's command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("spec", type=Path, nargs="?", help='a file with {"workload": {...}, "strategy": {...}, "world_size": 2}')
+    help_text = 'a file with fields of a Spec, {"model": "gpt2-1m", "world_size": 2}; options for fields precede it'
+    add("spec", type=Path, nargs="?", help=help_text)
     add("--anyway", action="store_true", help="start it although the planner knows that its memory does not suffice")
     add("--steps", type=int, help="number of steps (default: train until Ctrl-C)")
-    add("--ranks", type=int, help="instead of the file's world_size")
-    add("--link", metavar="LINK", help=f"instead of the file's: {fields.LINK}; none: the real wire")
+    add("--ranks", type=int, help="number of ranks (default: the file's world_size, or 2)")
     add("--evaluate-every", type=int, metavar="N", help="evaluate on held-out samples every N steps")
     add("--patience", type=int, metavar="N", help="stop after N evaluations without improvement")
     add("--json", type=Path, metavar="FILE", help="write the summary to FILE, as compare does")
@@ -63,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--report-to", metavar="TRACKER", help=trackers)
     add("--name", default="", help="of the run, for lists, comparisons and reports")
     add("--note", default="", metavar="TEXT", help="stored with the run")
+    fields.add_options(parser, several=False)
     shared.add_hosts(parser)
 
 
@@ -73,14 +75,12 @@ def run(args: argparse.Namespace) -> int:
         from fsdp_lab.runs.timeline import check_trace_path
 
         check_trace_path(args.trace, field="--trace")
-    spec, start = spec_and_checkpoint(args.spec, args.resume)
+    spec, start = spec_and_checkpoint(args)
     hosts = shared.hosts_of(args)
     if hosts is not None and args.ranks is not None:
         raise Refused("--ranks is given beside hosts; the ranks are those of all hosts")
     if (ranks := args.ranks if hosts is None else hosts.ranks) is not None:
         spec = spec.replace(world_size=ranks, devices=None)
-    if args.link is not None:
-        spec = spec.replace(link=fields.parse_link(args.link))
 
     evaluate = eval_config(args)
     from fsdp_lab.models.check import check
@@ -102,16 +102,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def spec_and_checkpoint(file: Path | None, resume: Path | None) -> tuple[Spec, Checkpoint | None]:
-    """The Spec to train, and the checkpoint to resume from. Raises Refused, FieldError."""
-    start = None if resume is None else find(resume, field="--resume")
-    given = None if file is None else read_spec(file)
+def spec_and_checkpoint(args: argparse.Namespace) -> tuple[Spec, Checkpoint | None]:
+    """The Spec of the options, the file, the checkpoint, in this order; and the checkpoint to resume from. Raises Refused,
+    FieldError."""
+    start = None if args.resume is None else find(args.resume, field="--resume")
+    changes = fields.parse_values_of_one(args)
+    if args.spec is None and start is None and not changes:
+        raise Refused("no Spec is given; say what to train, as --model gpt2-1m, in a JSON file, or with --resume")
+    base = Spec() if start is None else start.spec
+    spec = (base if args.spec is None else read_spec(args.spec)).replace(**changes)
     if start is not None:
-        check_same(start, given or start.spec)
-        return given or start.spec, start
-    if given is None:
-        raise Refused("no Spec is given; name a JSON file, or a folder of checkpoints with --resume")
-    return given, None
+        check_same(start, spec)
+    return spec, start
 
 
 def checkpoint_config(args: argparse.Namespace) -> CheckpointConfig | None:
@@ -169,14 +171,14 @@ def train(
                 def show() -> None:
                     nonlocal printed_s
                     if console.is_terminal:
-                        draw(view(run))
+                        draw(view(run, console))
                     elif time.monotonic() - printed_s > LINE_S:
                         printed_s = time.monotonic()
                         say(line(run), console)
 
                 watch(run, show)
         except Exception as e:
-            text = str(e) if isinstance(e, FieldError) else str(e).strip().partition("\n")[0]
+            text = e.words if isinstance(e, FieldError) else str(e).strip().partition("\n")[0]
             raise Failed(text or type(e).__name__) from e
         finally:
             if run.done:
@@ -186,8 +188,9 @@ def train(
             for text in filter(None, [run.details, *told]):
                 say(text, console)
             if len(run.events):
-                console.print(view(run))
+                console.print(view(run, console))
                 results.add_run(run.summary())
+                say(f"stored as {run.id}: fsdp-lab report {run.id}", console)
             if trace is not None:
                 say(write_trace(run, trace), console)
 
@@ -214,11 +217,11 @@ def line(run: Run) -> str:
     return ", ".join(filter(None, (steps, run.early_stopping.words(run.spec.workload))))
 
 
-def view(run: Run) -> Text:
+def view(run: Run, console: Console) -> Text:
     """The state of the run and a table of its newest steps."""
     from rich.text import Text
 
-    return Text(repr(run.table()), no_wrap=True, overflow="crop")
+    return Text(shared.wrapped(repr(run.table()), console), no_wrap=True, overflow="crop")
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
@@ -237,6 +240,7 @@ def export_spec(args: argparse.Namespace) -> int:
     spec = read_spec(args.spec)
     if args.ranks is not None:
         spec = spec.replace(world_size=args.ranks)
+    os.environ.setdefault(NO_BARS, "1")
     if args.output is not None:
         print(EXPORTS[args.to](spec, args.output, force=args.force))
     elif args.to == "script":
@@ -257,6 +261,7 @@ def checkpoints(args: argparse.Namespace) -> int:
     if args.export is not None:
         from fsdp_lab.export import export_model
 
+        os.environ.setdefault(NO_BARS, "1")
         print(export_model(find(args.folder, field="folder"), args.export, force=args.force))
         return 0
     if not args.folder.is_dir():
@@ -271,7 +276,8 @@ def checkpoint_lines(folder: Path) -> Iterator[str]:
     for c in complete:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(c.saved_unix_s))
         strategy = f"{describe_strategy(c.spec)} on {c.spec.world_size} ranks"
-        yield f"{c.path.name}  step {c.step}, {size(c.nbytes)}, {c.kind}, of run {c.run}, {when}: {strategy}"
+        what = f"after {plural(c.step, 'step')}, {size(c.nbytes)}, {c.kind}, of run {c.run}"
+        yield f"{c.path.name}  {what}, {when}: {strategy}"
     for reason in incomplete.values():
         yield f"incomplete: {reason}"
     if not complete and not incomplete:

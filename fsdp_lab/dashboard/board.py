@@ -303,7 +303,7 @@ class ComparisonCard(BaseCard):
 def table(compared: Comparison, entries: Sequence[Entry]) -> tuple[tuple[str | Cell, ...], ...]:
     """Column heads, then a row for each run that began."""
     base = compared.baseline or NONE
-    times = ("step time (p10–p90)", f"time / {base}", "tokens/s", "TFLOPS · MFU", "exposed")
+    times = ("step time (p10–p90)", f"time / {base}", "tokens/s", "FLOPS · MFU", "exposed")
     heads = ("", "strategy", f"same as {base}?", *times, "peak memory", f"peak / {base}", "state", "")
     rows: list[tuple[str | Cell, ...]] = []
     for row, entry in zip(compared.rows, entries, strict=True):
@@ -321,7 +321,7 @@ def table(compared: Comparison, entries: Sequence[Entry]) -> tuple[tuple[str | C
                 tone="soft" if few else "",
             ),
             texts["tokens/s"],
-            f"{texts['TFLOPS']} · {texts['MFU']}",
+            f"{texts['FLOPS']} · {texts['MFU']}",
             texts["exposed"],
         )
         memory = texts["peak/rank"], f"×{row.memory_ratio:.2f}" if row.memory_ratio else NONE

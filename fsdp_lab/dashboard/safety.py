@@ -171,7 +171,7 @@ class SavingForm(InputForm):
             self.ask_lab(lambda: self._say_saved(self._lab.save(folder)))
 
     def _say_saved(self, checkpoint: Checkpoint) -> None:
-        self.say(f"Step {checkpoint.step:,} is saved in {checkpoint.path.parent.name}.")
+        self.say(f"The state after {plural(checkpoint.step, 'step')} is saved in {checkpoint.path.parent.name}.")
 
     def resume(self) -> None:
         self.say("")

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fsdp_lab.base.errors import ArgumentError, SpecError, check_whole
-from fsdp_lab.base.hardware import DTYPES, GPUS, VARIANTS
+from fsdp_lab.base.formatting import GIB, Table
+from fsdp_lab.base.hardware import DTYPES, GPUS, VARIANTS, Gpu
 
 ASSUMED_SHARE = 0.87  # of the bf16 peak
 
@@ -93,8 +94,8 @@ class Device:
         return self.peak_flops_per_s[dtype]
 
 
-def _device(name: str) -> Device:
-    gpu = VARIANTS.get(name) or GPUS[name]
+def _device(name: str, gpu: Gpu | None = None) -> Device:
+    gpu = gpu or VARIANTS.get(name) or GPUS[name]
     assumed = f"{ASSUMED_SHARE} of the peak, as an A100 reaches{gpu.remark}"
     return Device(
         name=name,
@@ -109,21 +110,60 @@ def _device(name: str) -> Device:
     )
 
 
+WORKSTATION = ("rtx3090", "rtx4090", "rtx5090", "rtx-a6000", "rtx6000-ada")
 _NAMES = "v100 t4 a10g l40s l4 a100-40 a100-64 a100-80 h100 h100-pcie h100-hbm2e h200 b200 gb200"
-DEVICES: Mapping[str, Device] = {name: _device(name) for name in _NAMES.split()}
+DEVICES: Mapping[str, Device] = {name: _device(name) for name in (*_NAMES.split(), *WORKSTATION)}
 _OTHER_NAMES = {"a100": "a100-80", "h100-sxm": "h100", "h100-80": "h100", "h200-141": "h200"}
 
 
 def device(name: str) -> Device:
-    """A device by name. Raises ArgumentError with the nearest names."""
+    """A device by name, or by figures of one's own: "165/24/1.008" for dense TFLOPS in bf16, GiB and TB/s of memory, and
+    "/300" for GB/s of NVLink, one way, if it has any. Raises ArgumentError, with the nearest names and all."""
+    if "/" in name:
+        return _device(name, _own(name))
     low = name.strip().lower().replace(" ", "-").replace("_", "-")
-    low = _OTHER_NAMES.get(low, low)
-    if low in DEVICES:
-        return DEVICES[low]
-    similar = difflib.get_close_matches(low, DEVICES, n=3, cutoff=0.3) or list(DEVICES)
-    raise ArgumentError(
-        "hardware", f"{name!r} is not known", f"use one of {', '.join(similar)}", {"hardware": similar[0]}
-    )
+    low = _OTHER_NAMES.get(low, low).removeprefix("nvidia-").removeprefix("geforce-").replace("-", "")
+    for known, found in DEVICES.items():
+        if low in (known.replace("-", ""), known.removeprefix("rtx").replace("-", "")):
+            return found
+    similar = difflib.get_close_matches(low, DEVICES, n=3, cutoff=0.3)
+    others = [one for one in DEVICES if one not in similar]
+    hint = f"use {', '.join(similar)}; or one of {', '.join(others)}" if similar else f"use one of {', '.join(others)}"
+    raise ArgumentError("hardware", f"{name!r} is not known", hint, {"hardware": [*similar, *others][0]})
+
+
+def _own(text: str) -> Gpu:
+    try:
+        bf16, gib, tb_per_s, *nvlink = figures = [float(word) for word in text.split("/")]
+        if len(nvlink) < 2 and all(0 < figure < 1e6 for figure in figures):
+            return Gpu(
+                "", bf16, None, 0, "", nvlink=next(iter(nvlink), None), generation="ampere", memory=(gib, tb_per_s)
+            )
+    except ValueError:
+        pass
+    raise ArgumentError("hardware", f"{text!r} is refused", "give TFLOPS/GIB/TBS as 165/24/1.008, or a name")
+
+
+def device_table() -> Table:
+    """All devices, with the figures that a plan uses most."""
+    rows = []
+    for d in DEVICES.values():
+        rates = [f"{d.peak_flops_per_s.get(dtype, 0) / 1e12:.4g}" for dtype in ("bf16", "fp16", "fp32")]
+        memory = (
+            f"{d.memory_bytes / GIB:.4g}",
+            f"{d.memory_bytes_per_s / 1e12:.3g}",
+            f"{d.link_bytes_per_s / 1e9:.3g}",
+        )
+        rows.append(
+            (
+                d.name,
+                *(rate if rate != "0" else "–" for rate in rates),
+                *memory,
+                (VARIANTS.get(d.name) or GPUS[d.name]).source,
+            )
+        )
+    rates_of = ("bf16 TFLOPS", "fp16 TFLOPS", "fp32 TFLOPS", "GiB", "TB/s", "link GB/s")
+    return Table(columns=("name", *rates_of, "source"), rows=tuple(rows), left=frozenset(("name", "source")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +220,7 @@ class Machine:
 # The default network of a host: that of the vendor's reference design or of the usual cloud machine; of A100s, whose
 # networks differ most, the median of the sources in tests/planner/research/data/fsdp_measurements.csv that state theirs.
 _NETWORKS_GBIT = {"volta": 100.0, "turing": 50.0, "ampere": 800.0, "ada": 400.0, "hopper": 3200.0, "blackwell": 3200.0}
+_NETWORKS_GBIT |= dict.fromkeys(WORKSTATION, 10.0)  # Ethernet of a workstation
 
 
 def machine(
@@ -209,7 +250,7 @@ def machine(
         raise _indivisible("per_host", ranks, per_host, f"{ranks} GPUs cannot be divided among hosts of {per_host}")
     per_host = min(per_host, ranks)
     if network is None:
-        network = _NETWORKS_GBIT.get(of.generation, 100.0)
+        network = _NETWORKS_GBIT.get(of.name, _NETWORKS_GBIT.get(of.generation, 100.0))
         if ranks > per_host:
             assumed["network"] = f"{network:.0f} Gb/s a host"
     return Machine(device=of, ranks=ranks, per_host=per_host, network_bytes_per_s=network * 1e9 / 8, assumed=assumed)

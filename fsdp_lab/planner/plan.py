@@ -1,15 +1,15 @@
 """`plan`: the predicted memory and time of a Spec on a machine, in milliseconds, as a `Plan`."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
 from typing import Any, Self
 
-from fsdp_lab.base.errors import ArgumentError, SpecError
+from fsdp_lab.base.errors import ArgumentError, SpecError, is_number
 from fsdp_lab.base.events import Role
-from fsdp_lab.base.formatting import Table, count, duration, duration_range, size
+from fsdp_lab.base.formatting import Table, count, duration, duration_range, figures, flop_rate, size
 from fsdp_lab.planner import bands
 from fsdp_lab.planner.bands import COVERED, MEMORY_ERRORS, PUBLISHED_ERRORS, Band, ErrorScale, error_scale, of_network
 from fsdp_lab.planner.costs import Computing, ComputingOf
@@ -21,10 +21,38 @@ from fsdp_lab.spec.describe import describe_value, differing_fields, field_title
 from fsdp_lab.spec.spec import Spec
 
 PARTS = ("computing", "slowed by sending", "exposed communication", "waiting for the host", "optimizer")
-FIGURES = ("fits", "memory", "step", "80 % band", "tokens/s", "TFLOPS", "MFU", "exposed", "bound by")
+FIGURES = ("fits", "memory", "step", "80 % band", "tokens/s", "FLOPS", "MFU", "exposed", "bound by")
+BILL = {"training_s": "time of training", "gpu_hours": "GPU hours", "cost": "cost"}
 LEFT_ALIGNED = frozenset({"strategy", "why", "bound by", "fits"})
 SURE = 0.98
 BOUND = 0.2  # communication is the bottleneck if it takes more of a step, exposed or by slowdown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A whole training: so many tokens, at a price for an hour of one GPU in any currency; None: unknown."""
+
+    tokens: float = 1e9
+    price_per_gpu_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("tokens", self.tokens), ("price_per_gpu_hour", self.price_per_gpu_hour)):
+            if value is not None and not (is_number(value) and 0 < value < 1e18):
+                raise ArgumentError(name, f"{value!r} is refused", "give a number above 0, such as 15e9 or 2.49")
+
+    @classmethod
+    def of(cls, tokens: float | str | None, price_per_gpu_hour: float | None) -> Self | None:
+        """None if neither is given. `tokens`: a number, or a text such as "15B"; None: a billion. Raises ArgumentError."""
+        if tokens is None and price_per_gpu_hour is None:
+            return None
+        number = cls.tokens if tokens is None else tokens
+        if isinstance(number, str):
+            word, power = number.strip(), {"K": 3, "M": 6, "B": 9, "T": 12}.get(number.strip()[-1:].upper(), 0)
+            try:
+                number = float(word[:-1] if power else word) * 10**power
+            except ValueError:
+                raise ArgumentError("tokens", f"{tokens!r} is refused", "give a number, such as 15e9 or 15B") from None
+        return cls(tokens=number, price_per_gpu_hour=price_per_gpu_hour)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -41,6 +69,7 @@ class Plan:
     assumed: Mapping[str, Any]
     rates: Rates
     computing: ComputingOf = Computing
+    training: Training | None = None
 
     @property
     def step_time_s(self) -> float:
@@ -103,6 +132,19 @@ class Plan:
             return step_seconds(self.spec, self.shape, self.machine, rates, self.computing)
 
         return error_scale(errors, self.machine, self.rates, seconds)
+
+    @cached_property
+    def bill(self) -> Mapping[str, tuple[float, Band]]:
+        """ "training_s", "gpu_hours" and, if the price is known, "cost" of the training, each with the band that the step
+        time has. Empty if no training was asked for."""
+        if (training := self.training) is None:
+            return {}
+        factors = {"training_s": training.tokens / self.tokens}
+        factors["gpu_hours"] = factors["training_s"] * self.machine.ranks / 3600
+        if training.price_per_gpu_hour is not None:
+            factors["cost"] = factors["gpu_hours"] * training.price_per_gpu_hour
+        step, band = self.step_time_s, self.step_time_band_s()
+        return {name: (step * f, Band(band.low * f, band.high * f)) for name, f in factors.items()}
 
     @property
     def _errors(self) -> bands.TimeErrors | bands.CalibratedErrors:
@@ -170,6 +212,10 @@ class Plan:
         d |= {"mfu": self.mfu, "hfu": self.hfu}
         d |= {name: getattr(self.step, name) for name in ("computing_s", "slowed_s", "host_s", "optimizer_s")}
         d |= {"comm_s_per_step": dict(self.comm_s), "comm_bytes_per_step": dict(self.link_bytes)}
+        if self.training is not None:
+            d |= {"training_tokens": self.training.tokens, "price_per_gpu_hour": self.training.price_per_gpu_hour}
+        for name, (value, band) in self.bill.items():
+            d |= {name: value, f"{name}_low": band.low, f"{name}_high": band.high}
         return d | {"exposed_comm_s": self.step.exposed_comm_s, "binding": self.binding, "assumed": dict(self.assumed)}
 
     def _bands(self) -> dict[str, float]:
@@ -259,10 +305,32 @@ def sentences(plan: Plan) -> list[str]:
         f"{m.device.name} in {m.hosts:,} host{'s' * (m.hosts > 1)}{network}",
         f"It {fit_sentence(plan)}.",
         f"Step {duration(plan.step_time_s)} ({band_text(plan)} 8 times in 10), {count(plan.tokens_per_s)} tokens/s, "
-        f"{plan.flops_per_s / 1e12:.3g} TFLOPS a "
-        f"rank, MFU {plan.mfu:.1%}, HFU {plan.hfu:.1%}; bound by {plan.binding}.",
+        f"{flop_rate(plan.flops_per_s)} a rank, MFU {plan.mfu:.1%}, HFU {plan.hfu:.1%}; bound by {plan.binding}.",
+        *([bill_sentence(plan, plan.training)] if plan.training is not None else []),
         *([f"Assumed: {assumed}."] if assumed else []),
     ]
+
+
+def bill_sentence(plan: Plan, training: Training) -> str:
+    """Time, GPU hours and cost of the training, with their ranges."""
+    texts, tokens = bill_texts(plan), figures(training.tokens / 1e9)
+    cost = f", and cost {texts['cost']} at {training.price_per_gpu_hour:,g} a GPU hour" if "cost" in texts else ""
+    return f"{tokens} billion tokens take {texts['training_s']}, {texts['gpu_hours']} GPU hours{cost}."
+
+
+def billed(plans: Sequence[Plan]) -> Iterator[str]:
+    """The titles of the entries that the plans' bills have."""
+    return (BILL[name] for p in plans[:1] for name in p.bill)
+
+
+def bill_texts(plan: Plan, *, ranges: bool = True) -> dict[str, str]:
+    """The entries of a bill as text, with their ranges in brackets."""
+    texts = {}
+    for name, (value, band) in plan.bill.items():
+        is_time = name == "training_s"
+        between = duration_range(band.low, band.high) if is_time else f"{figures(band.low)} to {figures(band.high)}"
+        texts[name] = (duration(value) if is_time else figures(value)) + (f" ({between})" if ranges else "")
+    return texts
 
 
 def parameter_count(number: int) -> str:
@@ -311,9 +379,11 @@ def plan_table(plans: Sequence[Plan]) -> Table:
         cells = [f"{v:,}" if type(v := fields[name]) is int else describe_value(name, v) for name in differing]
         share = f" ({p.fits_probability:.0%})" if 1 - SURE <= p.fits_probability <= SURE else ""
         cells += [("yes" if p.fits else "no") + share, size(p.memory.reserved_bytes), duration(p.step_time_s)]
-        cells += [band_text(p), count(p.tokens_per_s), f"{p.flops_per_s / 1e12:.3g}", f"{p.mfu:.1%}"]
-        rows.append((*cells, f"{p.step.exposed_comm_s / p.step_time_s:.0%}", p.binding))
-    return Table(columns=(*names, *FIGURES), rows=tuple(rows), left=LEFT_ALIGNED | {n for n in names if n != "ranks"})
+        cells += [band_text(p), count(p.tokens_per_s), flop_rate(p.flops_per_s), f"{p.mfu:.1%}"]
+        cells += [f"{p.step.exposed_comm_s / p.step_time_s:.0%}", p.binding]
+        rows.append((*cells, *bill_texts(p, ranges=False).values()))
+    left, columns = LEFT_ALIGNED | {n for n in names if n != "ranks"}, (*names, *FIGURES, *billed(plans))
+    return Table(columns=columns, rows=tuple(rows), left=left)
 
 
 def band_text(p: Plan) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdp_lab.base.errors import ArgumentError, FieldError, SpecError, check_whole
 from fsdp_lab.base.formatting import size
@@ -18,8 +18,8 @@ from fsdp_lab.planner.calibration import Calibration
 from fsdp_lab.planner.devices import Device, Machine, machine
 from fsdp_lab.planner.memory import MemoryPlan, memory
 from fsdp_lab.planner.model_shape import ModelShape
-from fsdp_lab.planner.plan import Plan, limit, plan, scaling
-from fsdp_lab.planner.search import Search, fewest, fits_somehow, search
+from fsdp_lab.planner.plan import Plan, Training, limit, plan, scaling
+from fsdp_lab.planner.search import Search, fewest, fits_somehow, on_ranks, search
 from fsdp_lab.planner.shapes import is_packaged, shape_of_workload
 from fsdp_lab.spec.spec import Spec
 
@@ -39,6 +39,7 @@ class Target:
     hosts: int | None = None
     per_host: int | None = None  # devices; only if `hosts` is None
     network_gbit_per_s: float | None = None
+    training: Training | None = None  # a whole one, of which plans have the time and the cost
 
     def machine(self, ranks: int) -> Machine:
         """Raises ArgumentError: an unknown device, ranks that the hosts do not divide, a rate out of range."""
@@ -61,7 +62,7 @@ def on_hosts(spec: Spec, target: Target) -> Spec:
 def planned(spec: Spec, target: Target) -> Plan:
     """Predicts one step. Raises FieldError: an unknown model, a sequence longer than its positions, hardware that is unknown
     or does not have as many ranks, numbers out of range."""
-    return plan(spec, shape_of(spec), target.machine(spec.world_size))
+    return replace(plan(spec, shape_of(spec), target.machine(spec.world_size)), training=target.training)
 
 
 def planned_here(
@@ -133,12 +134,14 @@ def require_memory(
 def curve(spec: Spec, target: Target) -> tuple[list[Plan], str]:
     """Plans for 1 to 4,096 ranks with the same work per rank, and a sentence about the bottleneck along the curve."""
     plans = scaling(spec, shape_of(spec), target.whole_host(spec.world_size), sorted({*CURVE, spec.world_size}))
-    return plans, limit(plans)
+    return [replace(p, training=target.training) for p in plans], limit(plans)
 
 
 def searched(spec: Spec, target: Target, *, limit_bytes: int | None = None) -> Search:
     """The fastest Strategies that fit. Raises FieldError as `planned`."""
-    return search(spec, shape_of(spec), target.machine(spec.world_size), limit_bytes=limit_bytes)
+    found = search(spec, shape_of(spec), target.machine(spec.world_size), limit_bytes=limit_bytes)
+    top = (replace(one, plan=replace(one.plan, training=target.training)) for one in found.top)
+    return replace(found, top=tuple(top))
 
 
 def largest_model(spec: Spec, target: Target, *, limit_bytes: int | None = None) -> ModelShape | None:
@@ -152,14 +155,41 @@ def largest_model(spec: Spec, target: Target, *, limit_bytes: int | None = None)
     for one in sorted(PRESETS.values(), key=lambda preset: -preset.parameters):
         if one.family == of.family:
             found = spec.replace(model=one.name)
-            if fits_somehow(found, shape := shape_of(found), machine, ranks=spec.world_size, limit_bytes=limit_bytes):
+            if fits_somehow(found, shape := shape_of(found), machine.limited(limit_bytes)):
                 return shape
     return None
 
 
-def fewest_ranks(spec: Spec, target: Target, *, limit_bytes: int | None = None) -> Machine | None:
-    """The smallest machine on which the model fits at the Spec's global batch. Raises FieldError as `planned`."""
-    return fewest(spec, shape_of(spec), target.machine(spec.world_size), limit_bytes=limit_bytes)
+def fewest_ranks(
+    spec: Spec, target: Target, *, global_batch: int | None = None, limit_bytes: int | None = None
+) -> Machine | None:
+    """The smallest machine on which the model fits, with so many samples a step; None: each rank has the work that it has in
+    the Spec, so the batch grows with the ranks. Raises FieldError as `planned`."""
+    return fewest(spec, shape_of(spec), target.whole_host(spec.world_size).limited(limit_bytes), global_batch)
+
+
+def cheapest(
+    spec: Spec,
+    targets: Sequence[Target],
+    *,
+    ranks: Sequence[int] = CURVE,
+    global_batch: int | None = None,
+    limit_bytes: int | None = None,
+    limit_s: float = math.inf,
+) -> list[Plan]:
+    """The fastest strategy that fits on each of these numbers of ranks of each target, the cheapest training first; without
+    prices, that of the fewest GPU hours. A plan that may not fit counts as dearer by as much. Those that take longer than
+    `limit_s` are left out. `global_batch`: as for `fewest_ranks`. Raises FieldError as `planned`."""
+    shape, found = shape_of(spec), list[Plan]()
+    for target in targets:
+        whole = target.whole_host(max(ranks))
+        for one in [on_ranks(spec, n, global_batch) for n in ranks if whole.allows(n)]:
+            if one is not None:
+                best = search(one, shape, whole.with_ranks(one.world_size), limit_bytes=limit_bytes).top[:1]
+                found += [replace(candidate.plan, training=target.training) for candidate in best]
+    name = "cost" if all("cost" in p.bill for p in found) else "gpu_hours"
+    quick = [p for p in found if p.bill["training_s"][0] <= limit_s]
+    return sorted(quick, key=lambda p: p.bill[name][0] / p.fits_probability)
 
 
 def shape_of(spec: Spec) -> ModelShape:

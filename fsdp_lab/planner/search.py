@@ -13,7 +13,17 @@ from fsdp_lab.base.formatting import GIB, Table, duration, size
 from fsdp_lab.planner.devices import Machine
 from fsdp_lab.planner.memory import memory
 from fsdp_lab.planner.model_shape import ModelShape
-from fsdp_lab.planner.plan import LEFT_ALIGNED, Plan, band_text, fit_sentence, likely_text, margin_bytes, plan
+from fsdp_lab.planner.plan import (
+    LEFT_ALIGNED,
+    Plan,
+    band_text,
+    bill_texts,
+    billed,
+    fit_sentence,
+    likely_text,
+    margin_bytes,
+    plan,
+)
 from fsdp_lab.spec.describe import describe_field
 from fsdp_lab.spec.spec import SHARDINGS, Spec, Strategy
 
@@ -64,8 +74,10 @@ class Search:
         for i, one in enumerate(self.shown, 1):
             p, label = one.plan, strategy_label(self.spec, one.plan.spec)
             step = f"{duration(p.step_time_s)} ({band_text(p)})"
-            rows.append((str(i), label, one.why, step, f"{p.mfu:.1%}", size(p.memory.reserved_bytes)))
-        return Table(columns=("", "strategy", "why", "step", "MFU", "memory"), rows=tuple(rows), left=LEFT_ALIGNED)
+            bill = tuple(bill_texts(p, ranges=False).values())
+            rows.append((str(i), label, one.why, step, f"{p.mfu:.1%}", size(p.memory.reserved_bytes), *bill))
+        columns = ("", "strategy", "why", "step", "MFU", "memory", *billed([one.plan for one in self.shown]))
+        return Table(columns=columns, rows=tuple(rows), left=LEFT_ALIGNED)
 
     @property
     def sentence(self) -> str:
@@ -127,28 +139,35 @@ def candidates(spec: Spec, per_host: int, offloads: Sequence[str] = ("none",)) -
             yield spec.replace(**changes)
 
 
-def fewest(spec: Spec, shape: ModelShape, machine: Machine, *, limit_bytes: int | None = None) -> Machine | None:
+def fewest(spec: Spec, shape: ModelShape, machine: Machine, global_batch: int | None) -> Machine | None:
     """The smallest machine of these hosts, or part of a host, on which the model fits; None if `MOST_RANKS` are too few.
-    The global batch is fixed, so fewer ranks take more micro-batches each."""
+    `global_batch`: as for `on_ranks`."""
     for ranks in filter(machine.allows, _powers(MOST_RANKS)):
-        if fits_somehow(spec, shape, machine, ranks=ranks, limit_bytes=limit_bytes):
-            return machine.with_ranks(ranks).limited(limit_bytes)
+        wanted, part = on_ranks(spec, ranks, global_batch), machine.with_ranks(ranks)
+        if wanted is not None and fits_somehow(wanted, shape, part):
+            return part
     return None
 
 
-def fits_somehow(
-    spec: Spec, shape: ModelShape, machine: Machine, *, ranks: int, limit_bytes: int | None = None
-) -> bool:
-    """Returns whether the candidate with the least memory fits on so many ranks, at the Spec's global batch: fully sharded,
-    recomputed, one sample at a time, the Spec's offload. False if the batch cannot be divided among them."""
-    samples, rest = divmod(spec.global_batch, ranks)
+def on_ranks(spec: Spec, ranks: int, global_batch: int | None) -> Spec | None:
+    """The Spec on so many ranks, fully sharded, one sample at a time. `global_batch`: samples a step; None: each rank keeps
+    its own. Returns None if the batch cannot be divided among them."""
+    kept = spec.workload.micro_batch * spec.workload.accumulate
+    samples, rest = (kept, 0) if global_batch is None else divmod(global_batch, ranks)
     if rest or not samples:
-        return False
+        return None
     sharding = "full_shard" if spec.strategy.traits.has_units else "no_shard"
+    changes = {"sharding": sharding, "shard_size": None, "world_size": ranks, "devices": None}
+    return spec.replace(**changes, micro_batch=1, accumulate=samples)
+
+
+def fits_somehow(spec: Spec, shape: ModelShape, machine: Machine) -> bool:
+    """Returns whether the candidate with the least memory fits: fully sharded, recomputed, one sample at a time, the Spec's
+    offload."""
+    wanted = on_ranks(spec, spec.world_size, None)
     prefetch = 0 if replace(spec.strategy, forward_prefetch=None).forward_depth else None
-    changes = {"sharding": sharding, "shard_size": None, "forward_prefetch": prefetch, "recompute": "full"}
-    lean = spec.replace(**changes, micro_batch=1, accumulate=samples, world_size=ranks, devices=None)
-    return _margin(lean, shape, machine.with_ranks(ranks).limited(limit_bytes)) >= 0
+    lean = wanted and wanted.replace(forward_prefetch=prefetch, recompute="full")
+    return lean is not None and _margin(lean, shape, machine) >= 0
 
 
 def _margin(spec: Spec, shape: ModelShape, machine: Machine) -> int:
@@ -187,6 +206,19 @@ def _why(one: Plan, best: Plan, fitting: int) -> str:
     less = best.memory.reserved_bytes - one.memory.reserved_bytes
     memory = f"{abs(less) / GIB:.1f} GiB {'less' if less > 0 else 'more'} memory"
     return f"{slower:+.1%} step time ({cause}), {memory}" if abs(slower) >= 5e-4 else f"as fast, {memory}"
+
+
+def cheapest_table(spec: Spec, plans: Sequence[Plan]) -> Table:
+    """A row for each of the first plans on different machines, with the bill."""
+    rows = []
+    for p in plans[: 2 * SHOWN]:
+        machine, label = p.machine, strategy_label(spec.replace(world_size=p.machine.ranks, devices=None), p.spec)
+        likely = likely_text(p).removeprefix("; ")
+        cells = (f"{machine.ranks:,} x {machine.device.name}", label, f"{p.spec.global_batch:,}", likely)
+        rows.append((*cells, *bill_texts(p).values()))
+    columns = ("GPUs", "strategy", "global batch", "memory", *billed(plans))
+    notes = ("the fastest strategy that fits on each; 8 times in 10 the figure is in its range",)
+    return Table(columns=columns, rows=tuple(rows), notes=notes, left=LEFT_ALIGNED | {"GPUs", "memory"})
 
 
 def strategy_label(spec: Spec, candidate: Spec) -> str:

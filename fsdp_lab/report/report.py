@@ -79,11 +79,10 @@ def render(compared: Comparison, runs: Sequence[RunView | Refusal], recommended:
     written_unix_s = time.time()
     models = dict.fromkeys(describe_value("model", row.flat["model"]) for row in compared.rows)
     title = title or f"fsdp_lab: {', '.join(models)}, {len(compared)} run{'s' if len(compared) != 1 else ''}"
-    note = " ".join(compared.fidelity())
     entries = list(zip(compared.rows, runs, strict=True))
     measured = [(i, row, run) for i, (row, run) in enumerate(entries) if not isinstance(run, Refusal)]
-    charts = [*curves([Course.of(i, row, run) for i, row, run in measured], note), *bars(compared, note)]
-    timelines = [chart for i, row, run in measured if (chart := timeline(i, row, run, note))][:MOST_TIMELINES]
+    charts = [*curves([Course.of(i, row, run) for i, row, run in measured]), *bars(compared)]
+    timelines = [chart for i, row, run in measured if (chart := timeline(i, row, run))][:MOST_TIMELINES]
 
     drawn = {chart.name: chart.root for chart in (*charts, *timelines) if chart.root is not None}
     document = Document()  # one, so that the axes of steps move together
@@ -243,7 +242,7 @@ class Course:
         return (self.place + self.place // theme.MOST_LINES) % len(DASHES)
 
 
-def curves(courses: Sequence[Course], note: str) -> list[Chart]:
+def curves(courses: Sequence[Course]) -> list[Chart]:
     """Loss, step time, throughput and TFLOPS over steps; empty without a step."""
     courses = [c for c in courses if c.steps]
     if not courses:
@@ -256,7 +255,7 @@ def curves(courses: Sequence[Course], note: str) -> list[Chart]:
         ("throughput", "Throughput", "tokens/s, all ranks", lambda s: s.tokens_per_s, True),
         ("tflops", "TFLOPS", "TFLOPS a rank, mean", lambda s: statistics.fmean(e.tflops for e in s.events), True),
     )
-    return [_curve(kind, courses, x_range, note) for kind in kinds]
+    return [_curve(kind, courses, x_range) for kind in kinds]
 
 
 # The name and the title of a picture, the label of its y axis, and the value of a step. A timed measure leaves out the steps
@@ -264,7 +263,7 @@ def curves(courses: Sequence[Course], note: str) -> list[Chart]:
 Kind = tuple[str, str, str, Callable[[Step], float], bool]
 
 
-def _curve(kind: Kind, courses: Sequence[Course], x_range: Range1d, note: str) -> Chart:
+def _curve(kind: Kind, courses: Sequence[Course], x_range: Range1d) -> Chart:
     name, title, y_label, value, timed = kind
     series = [_points(c, value, timed) for c in courses]
     every = np.array([y for _, ys, _ in series for y in ys] or [math.nan])
@@ -302,7 +301,7 @@ def _curve(kind: Kind, courses: Sequence[Course], x_range: Range1d, note: str) -
         root=fig,
         described=f"{title} ({y_label}) over optimizer steps, a curve for each run. Last values: {last}.",
         legend=keys,
-        note=" ".join(filter(None, [left_out, thinned, note])),
+        note=" ".join(filter(None, [left_out, thinned])),
     )
 
 
@@ -314,17 +313,17 @@ def _points(c: Course, value: Callable[[Step], float], timed: bool) -> tuple[lis
     return [g[-1].number for g in groups], [statistics.median(map(value, g)) for g in groups], stride
 
 
-def bars(compared: Comparison, note: str) -> list[Chart]:
+def bars(compared: Comparison) -> list[Chart]:
     """Ratios to the baseline, memory by class and communication, each if it was measured."""
     rows = [row for row in compared.rows if row.figures.steps]
     times = {row.label: row.time_ratio for row in rows if row.time_ratio}
     exact = {row.label: row.memory_ratio for row in rows if row.memory_ratio is not None}
     memories = {n: Ratio(median=r, p10=None, p90=None, n=1, pairing=Pairing.MEDIANS) for n, r in exact.items()}
     charts = [
-        _ratios("time_ratio", "Step time", compared, times, note),
-        _ratios("memory_ratio", "Peak memory", compared, memories, note),
-        _memory(rows, note),
-        _communication(rows, note),
+        _ratios("time_ratio", "Step time", compared, times),
+        _ratios("memory_ratio", "Peak memory", compared, memories),
+        _memory(rows),
+        _communication(rows),
     ]
     return [chart for chart in charts if chart.bars]
 
@@ -337,7 +336,7 @@ def _bars(name: str, title: str, shown: Sequence[Bar], *, headroom: float, readi
     return Chart(name=name, title=title, bars=tuple(shown), most=most, reading=reading, described=described, **more)
 
 
-def _ratios(name: str, title: str, compared: Comparison, ratios: Mapping[str, Ratio], note: str) -> Chart:
+def _ratios(name: str, title: str, compared: Comparison, ratios: Mapping[str, Ratio]) -> Chart:
     shown = []
     for i, row in enumerate(compared.rows):
         if r := ratios.get(row.label):
@@ -347,10 +346,10 @@ def _ratios(name: str, title: str, compared: Comparison, ratios: Mapping[str, Ra
     legend = [Key(label=f"{compared.baseline}", token="ink.marker", hatch="dashes")]
     legend += [Key(label="p10 to p90", token="ink.peak", hatch="line")] if any(bar.whisker for bar in shown) else []
     title = f"{title} relative to {compared.baseline}"
-    return _bars(name, title, shown, headroom=1.6, rule=1.0, legend=legend, note=note)
+    return _bars(name, title, shown, headroom=1.6, rule=1.0, legend=legend)
 
 
-def _memory(rows: Sequence[Row], note: str) -> Chart:
+def _memory(rows: Sequence[Row]) -> Chart:
     shown = []
     for row in rows:
         if peak := row.figures.peak_memory_bytes:
@@ -363,10 +362,10 @@ def _memory(rows: Sequence[Row], note: str) -> Chart:
     of_rule = [Key(label=f"limit {size(rule)}", token="ink.marker", hatch="dashes")] if rule else []
     headroom = 1.6 if any(row.figures.host_bytes for row in rows) else 1.25
     legend, reading = [*draw.class_keys(draw.ON_DEVICE), *of_rule], "of the fullest rank, at its peak"
-    return _bars("memory", "Memory", shown, headroom=headroom, rule=rule, legend=legend, note=note, reading=reading)
+    return _bars("memory", "Memory", shown, headroom=headroom, rule=rule, legend=legend, reading=reading)
 
 
-def _communication(rows: Sequence[Row], note: str) -> Chart:
+def _communication(rows: Sequence[Row]) -> Chart:
     shown = []
     for row in rows:
         if by_kind := {kind: s for kind in theme.COMMUNICATION if (s := row.figures.comm_s_by_kind.get(kind))}:
@@ -377,7 +376,7 @@ def _communication(rows: Sequence[Row], note: str) -> Chart:
     used = {key.token for bar in shown for _, key in bar.parts}
     kinds = [token for kind in theme.COMMUNICATION if (token := f"communication.{kind}") in used]
     keys = [*map(draw.fill_key, kinds), Key(label="exposed: computing waited", token="timeline.waiting")]
-    note = f"Issue to completion, by kind; collectives that overlap count each. {note}".strip()
+    note = "Issue to completion, by kind; collectives that overlap count each."
     reading = "a step, mean over ranks"
     return _bars("communication", "Communication", shown, headroom=1.65, legend=keys, note=note, reading=reading)
 
@@ -388,7 +387,7 @@ def _parts(lengths: Mapping[str, float], text: Callable[[float], str]) -> list[t
     return [(length, draw.fill_key(token, f"{draw.FILLS[token].label} {text(length)}")) for token, length in whole]
 
 
-def timeline(place: int, row: Row, run: RunView, note: str) -> Chart | None:
+def timeline(place: int, row: Row, run: RunView) -> Chart | None:
     """Draws what every rank did in the newest traced step; None if there is none."""
     step = run.events.newest_traced()
     if step is None:
@@ -404,7 +403,7 @@ def timeline(place: int, row: Row, run: RunView, note: str) -> Chart | None:
         described=f"Timeline of run {row.label}, a lane for each rank: {captions.reading}.",
         reading=captions.reading,
         legend=captions.legend,
-        note=captions.note or note,
+        note=captions.note,
         wide=True,
     )
 

@@ -8,16 +8,17 @@ const TEMPLATE = `
 <p class="notice fidelity" role="status" hidden></p>
 <div class="bar-of-page" hidden><h2>What if?</h2><button type="button" class="find">Find the best</button>
 <span class="status soft" role="status"></span></div>
+<figure class="strategies card" hidden>
+<header><h3>Best strategies</h3><span class="soft reading"></span></header>
+<div class="scroll" tabindex="0" role="region" aria-label="Strategies"><table></table></div><figcaption></figcaption></figure>
 <div class="desk">
 <form class="choices card" aria-label="Choices" autocomplete="off"></form>
 <div class="answers">
 <section class="answer card" aria-label="Prediction">
 <header aria-live="polite"><h2><span class="verdict badge"></span> <span class="headline"></span></h2>
 <p class="reading"></p></header>
-<p class="ways" hidden></p><dl class="figures"></dl><p class="assumed soft small"></p></section>
-<figure class="strategies card" hidden>
-<header><h3>Best strategies</h3><span class="soft reading"></span></header>
-<div class="scroll" tabindex="0" role="region" aria-label="Strategies"><table></table></div><figcaption></figcaption></figure>
+<p class="ways" hidden></p><dl class="figures"></dl><form class="bill" aria-label="A whole training" autocomplete="off"></form>
+<p class="assumed soft small"></p></section>
 <div class="plots pictures">
 <figure class="card memory"><header><h3>Memory of a GPU</h3><span class="soft reading"></span></header>
 <div class="bars"></div><div class="legend"></div><figcaption></figcaption></figure>
@@ -28,8 +29,7 @@ const TEMPLATE = `
 <div class="curve"></div><div class="legend"></div><figcaption></figcaption>
 <details><summary>As a table</summary><div class="scroll" tabindex="0" role="region" aria-label="Scaling as a table">
 <table></table></div></details></figure>
-<section class="card take" aria-label="Take it with you">
-<p><b class="title"></b> <button type="button" data-copy="text">Copy</button></p><pre tabindex="0"></pre>
+<section class="card take" aria-label="Take it with you"><div class="texts"></div>
 <p class="linked"><a href="#">Link to this choice</a> <button type="button" data-copy="link">Copy</button></p></section>
 </div>
 </div>`;
@@ -66,7 +66,14 @@ function size(bytes) {
   return `${digits(bytes / one)} ${unit}`;
 }
 
-const duration = (s) => (s >= 1 ? `${digits(s)} s` : `${digits(s * 1e3)} ms`);
+const UNITS_OF_TIME = [["days", 86400], ["h", 3600], ["s", 1]];
+
+function duration(s) {
+  const [unit, one] = UNITS_OF_TIME.find(([, one]) => s >= one) ?? ["ms", 1e-3];
+  return `${digits(s / one)} ${unit}`;
+}
+
+const flopRate = (tflops) => (tflops >= 0.1 ? `${digits(tflops)} TFLOPS` : `${digits(tflops * 1e3)} GFLOPS`);
 const count = (number) => (number >= 1e6 ? `${digits(number / 1e6)} M` : whole(number));
 const plain = (number) => number.toLocaleString("en-US", { maximumSignificantDigits: 3 });
 const percent = (share) => (share < 0.995 ? `${(100 * share).toFixed(1)} %` : "100 %");
@@ -312,11 +319,32 @@ function figuresOf(row) {
     ["step", duration(row.step_time_s), range(band(row, "step_time_s"), duration)],
     ["tokens/s", count(row.tokens_per_s), range(band(row, "tokens_per_s"), count)],
     ["tokens/s a rank", count(row.tokens_per_s_per_rank)],
-    ["TFLOPS a rank", digits(row.tflops_per_rank)],
+    ["FLOPS a rank", flopRate(row.tflops_per_rank)],
     ["MFU", percent(row.mfu), range(mfuBand(row), percent)],
     ["HFU", percent(row.hfu)],
     ["exposed communication", percent(row.exposed_comm_s / row.step_time_s)],
   ];
+}
+
+/** "15B", "15e9" or "2.49" as a number; undefined where it is empty, NaN where it is none above 0. */
+function amount(text) {
+  if (!text.trim()) return undefined;
+  const [, number, letter] = text.trim().match(/^([\d.]+(?:e\d+)?)\s*([kmbt]?)$/i) ?? [];
+  const found = Number(number) * 1000 ** (" kmbt".indexOf(letter?.toLowerCase() || " "));
+  return found > 0 ? found : NaN;
+}
+
+/** Time, GPU hours and cost of a whole training, with the range of the step; a billion tokens where only a price is given. */
+function billOf(row, bill) {
+  const price = amount(bill.price), tokens = amount(bill.tokens) ?? (price && 1e9);
+  if (!(tokens > 0)) return [];
+  const rates = [row.tokens_per_s, ...band(row, "tokens_per_s").reverse()], hours = (s) => digits((s * row.ranks) / 3600);
+  const of = (write) => {
+    const [value, low, high] = rates.map((rate) => tokens / rate);
+    return [write(value), range([low, high], write)];
+  };
+  const costs = price > 0 ? [["cost", ...of((s) => digits((s * row.ranks * price) / 3600))]] : [];
+  return [["time of training", ...of(duration)], ["GPU hours", ...of(hours)], ...costs];
 }
 
 // -- fields -----------------------------------------------------------------------------------------------------------
@@ -377,8 +405,14 @@ class Page {
     const { light, dark } = look.tokens;
     for (const name of Object.keys(light)) root.style.setProperty(`--${name.replace(".", "-")}`, `light-dark(${light[name]}, ${dark[name]})`);
     root.style.setProperty("--ink-gap", "transparent");
-    this.at(".choices").addEventListener("submit", (event) => event.preventDefault());
-    for (const button of root.querySelectorAll("[data-copy]")) button.addEventListener("click", () => this.copy(button));
+    for (const form of root.querySelectorAll("form")) form.addEventListener("submit", (event) => event.preventDefault());
+    const copy = this.at("[data-copy]"), text = (name, label, placeholder) => ({ name, label, placeholder, options: [], value: "" });
+    copy.addEventListener("click", () => this.copy(copy, this.at(".linked a").href));
+    this.bill = [text("tokens", "tokens to train", "15B"), text("price", "price of a GPU hour", "2.49")].map((field) => {
+      const made = new Field(field, tell);
+      this.at(".bill").append(made.root);
+      return [field, made];
+    });
     this.sight = new ResizeObserver(() => this.state && this.showScaling(this.state));
     this.sight.observe(this.at(".desk"));
   }
@@ -390,7 +424,11 @@ class Page {
     if (row && this.row && row.peak_memory_bytes !== this.row.peak_memory_bytes) this.before = this.row;
     this.row = row ?? this.row;
     this.showFields(state.groups);
-    this.showAnswer(row, refusals, state.ways);
+    for (const [field, made] of this.bill) {
+      const value = state.bill[field.name];
+      made.show({ ...field, value, refused: Number.isNaN(amount(value)) });
+    }
+    this.showAnswer(state);
     this.showStrategies(state);
     this.root.classList.toggle("stale", Boolean(refusals.length && row));
     this.at(".pictures").hidden = !row;
@@ -399,9 +437,11 @@ class Page {
       this.showCard(".step", stepCard(row, this.look));
     }
     this.showScaling(state);
-    const { title, text, link } = state.take;
-    this.at(".take .title").textContent = title;
-    this.at(".take pre").textContent = text;
+    const { texts, link } = state.take;
+    this.at(".take .texts").replaceChildren(...texts.flatMap(([title, text]) => {
+      const button = make("button", { type: "button", onclick: () => this.copy(button, text) }, "Copy");
+      return [make("p", {}, make("b", {}, title), button), make("pre", { tabindex: 0 }, text)];
+    }));
     this.at(".linked").hidden = link === undefined;
     if (link !== undefined) this.at(".linked a").href = link;
   }
@@ -420,8 +460,8 @@ class Page {
     for (const field of groups.flatMap(({ fields }) => fields)) this.fields.get(field.name).show(field);
   }
 
-  showAnswer(row, refusals, ways) {
-    const isRefused = refusals.length > 0, rows = row ? figuresOf(row) : [];
+  showAnswer({ row, refusals, ways, bill }) {
+    const isRefused = refusals.length > 0, rows = row ? [...figuresOf(row), ...billOf(row, bill)] : [];
     this.at(".verdict").textContent = isRefused ? "refused" : verdict(row);
     this.at(".verdict").className = `verdict badge ${isRefused || !fits(row) ? "different" : "equal"}`;
     this.at(".headline").textContent = isRefused ? "This combination cannot run" : headline(row);
@@ -481,14 +521,15 @@ class Page {
     });
   }
 
-  async copy(button) {
-    const copied = { text: this.at(".take pre").textContent, link: this.at(".linked a").href }[button.dataset.copy];
+  async copy(button, copied) {
     const done = await navigator.clipboard?.writeText(copied).then(() => true, () => false);
     button.textContent = done ? "Copied" : "Select it to copy";
   }
 }
 
 // -- without a kernel -------------------------------------------------------------------------------------------------
+
+const BILL = ["tokens", "price"]; // fields of the bill, which are no axes
 
 /** What is chosen is a list of places, one on each axis, and stands in the address after the #. Its cell is the place of
     its row in each column. */
@@ -499,7 +540,12 @@ class Table {
     this.axes = data.axes;
     this.data = data;
     this.rows = new Map();
+    this.asked = {}; // of the bill, by name: what a reader typed
     this.page = new Page(root, data.look, (name, label) => {
+      if (BILL.includes(name)) {
+        this.asked[name] = label;
+        return this.choose(this.chosen);
+      }
       const axis = this.axis(({ name: known }) => known === name);
       this.page.at(".notice").hidden = true;
       this.choose(this.changed(axis, this.axes[axis].labels.indexOf(label)));
@@ -542,14 +588,17 @@ class Table {
     return {
       groups: [{ fields, same: this.axes.filter(({ labels }) => labels.length === 1).map(({ label, labels }) => [label, labels[0]]) }],
       row: refused ? null : row,
-      refusals: refused ? [`${refused.field}: ${refused.reason}; ${refused.hint}.`] : [],
+      bill: this.bill(row),
+      refusals: refused ? [`${refused.words}.`] : [],
       ways: this.ways(row),
       along: along.sort((a, b) => a.ranks - b.ranks),
       ranks: this.data.ranks,
       refused: this.data.ranks.length - along.length,
-      take: { title: "The same in a terminal", text: this.command(), link: this.address() },
+      take: { texts: [["The same in a terminal", this.command(row)]], link: this.address() },
     };
   }
+
+  bill({ hardware }) { return { tokens: "", price: "", ...this.data.bills[hardware], ...this.asked }; }
 
   /** To what runs, or fits: what the refusal advises, and the nearest value of each axis. */
   ways({ refused, ...row }) {
@@ -581,13 +630,18 @@ class Table {
 
   address() {
     const values = this.axes.map(({ option, labels }, i) => [option.slice(2), labels[this.chosen[i]]]);
-    return `#${new URLSearchParams(values.filter((_, i) => this.axes[i].labels.length > 1))}`;
+    const several = values.filter((_, i) => this.axes[i].labels.length > 1);
+    return `#${new URLSearchParams([...several, ...Object.entries(this.asked)])}`;
   }
 
   /** What an address chooses; where it names what this page does not have, what is shown first, and that is said. */
   read(hash) {
     const unknown = [], places = [...this.data.start], notice = this.page.at(".notice");
     for (const [name, label] of new URLSearchParams(hash.slice(1))) {
+      if (BILL.includes(name)) {
+        this.asked[name] = label;
+        continue;
+      }
       const axis = this.axis(({ option }) => option === `--${name}`);
       const place = axis < 0 ? -1 : this.axes[axis].labels.indexOf(label);
       if (place < 0) unknown.push(`${name} ${label}`);
@@ -598,9 +652,10 @@ class Table {
     return places;
   }
 
-  command() {
+  command(row) {
     const options = this.axes.map((axis, i) => `${axis.option} ${axis.words[this.chosen[i]]}`);
-    return ["fsdp-lab plan", ...options, ...(this.data.options ? [this.data.options] : [])].join(" ");
+    const bill = Object.entries(this.bill(row)).filter(([, text]) => amount(text) > 0).map(([name, text]) => `--${name} ${text}`);
+    return ["fsdp-lab plan", ...options, ...(this.data.options ? [this.data.options] : []), ...bill].join(" ");
   }
 
   choose(places) {

@@ -8,6 +8,7 @@ asks the planner and replaces the state. The fields of a `Question` are chosen o
 from __future__ import annotations
 
 import logging
+import shlex
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +23,11 @@ from fsdp_lab.base.formatting import plural, size
 from fsdp_lab.dashboard.fields import CONTROLS, Choices, Note, controls_of, fix_text, offered, presets
 from fsdp_lab.dashboard.forms import answer_while_busy
 from fsdp_lab.planner.devices import DEVICES
-from fsdp_lab.planner.plan import Plan, sentences
+from fsdp_lab.planner.plan import Plan, Training, sentences
 from fsdp_lab.planner.questions import Target, curve, on_hosts, planned, searched
 from fsdp_lab.planner.search import SEARCHED, Search
-from fsdp_lab.report.what_if_page import SCRIPT, STYLES, look, row_of
-from fsdp_lab.spec.describe import describe_value
+from fsdp_lab.report.what_if_page import SCRIPT, STYLES, bill_inputs, look, row_of
+from fsdp_lab.spec.describe import describe_value, written
 from fsdp_lab.spec.fields import FieldRow, knob, rows_of
 from fsdp_lab.spec.spec import Spec
 
@@ -63,6 +64,12 @@ class Question:
     def flat(self) -> dict[str, Any]:
         """Returns every field by its name, the Spec's included."""
         return {**self.spec.flat(), **{name: getattr(self, name) for name in _OWN}}
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The fields of the Spec that are not as usual."""
+        usual = Spec().flat()
+        return {name: value for name, value in self.spec.flat().items() if value != usual[name]}
 
     def replace(self, **changes: Any) -> Question:
         own = {name: value for name, value in changes.items() if name in _OWN}
@@ -150,8 +157,9 @@ class WhatIf(anywidget.AnyWidget):
         hardware: a name of `fsdp_lab.planner.devices.DEVICES`.
         per_host: GPUs of a host; None: eight.
         network: Gb/s of all network cards of a host; None: the usual rate.
+        tokens, price_per_gpu_hour: of a whole training, such as "15B" and 2.49, as in `Lab.plan`; None: not asked.
 
-    Raises SpecError: unknown hardware, a number of GPUs that is no multiple of a host's, an unknown model.
+    Raises SpecError: unknown hardware, a number of GPUs that is no multiple of a host's, an unknown model. ArgumentError.
     """
 
     _esm = SCRIPT
@@ -166,7 +174,10 @@ class WhatIf(anywidget.AnyWidget):
         hardware: str = "h100",
         per_host: int | None = None,
         network: float | None = None,
+        tokens: float | str | None = None,
+        price_per_gpu_hour: float | None = None,
     ) -> None:
+        self._bill = bill_inputs(Training.of(tokens, price_per_gpu_hour))  # as texts, by field
         first = Question(spec=spec or default_spec(), hardware=hardware, per_host=per_host, network=network)
         self._changed = threading.Condition(threading.RLock())  # guards what follows
         self._left = self._asked = self._shown = 0
@@ -198,6 +209,9 @@ class WhatIf(anywidget.AnyWidget):
         if content["kind"] == "find":
             return self.find()
         with self._changed:
+            if content.get("name") in self._bill:
+                self._bill[content["name"]] = str(content["text"])
+                return self._show()
             self._asked += 1
             self._submit(self._choose, lambda: self._read(content), self._asked)
 
@@ -300,9 +314,8 @@ class WhatIf(anywidget.AnyWidget):
     def _state(self) -> dict[str, Any]:
         """All that the page shows, as what_if.js reads it."""
         held = [(name, self.choices.notes.get(name, Note())) for name in FIELDS if name in self.choices.held]
-        usual = Spec().flat()
-        spec = self._answer.question.spec.flat()
-        changed = [f"{name}={value!r}" for name, value in spec.items() if value != usual[name]]
+        fields = ", ".join(f"{name}={value!r}" for name, value in self._answer.question.changed.items())
+        texts = [("The same in a terminal", self._command()), ("As a Spec", f"Spec().replace({fields})")]
         ways = [(name, fix_text(note.fix, self.choices.held, FIELDS)) for name, note in held]
         self._shown += 1
         return {
@@ -315,8 +328,20 @@ class WhatIf(anywidget.AnyWidget):
             "strategies": self._strategies(),
             "status": self._status(),
             "searching": self._searching,
-            "take": {"title": "The same as a Spec", "text": f"Spec().replace({', '.join(changed)})"},
+            "bill": self._bill,
+            "take": {"texts": texts},
         }
+
+    def _command(self) -> str:
+        """`fsdp-lab plan` with the question of the answer that is shown, and the bill."""
+        question, machine = self._answer.question, self._answer.plan.machine
+        hosts = None if question.per_host is None else machine.hosts
+        options = {"hardware": machine.device.name, "ranks": machine.ranks, "hosts": hosts, "network": question.network}
+        options |= {n: written(n, value) for n, value in question.changed.items() if n not in ("world_size", "devices")}
+        given = {name: value for name, value in {**options, **self._bill}.items() if value not in (None, "")}
+        return " ".join(
+            ["fsdp-lab plan", *(f"--{n.replace('_', '-')} {shlex.quote(str(v))}" for n, v in given.items())]
+        )
 
     def _status(self) -> str:
         if self._said:

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from fsdp_lab.base import __version__
 from fsdp_lab.base.errors import ArgumentError, FieldError
 from fsdp_lab.base.files import check_file, write_whole
 from fsdp_lab.dashboard import theme
+from fsdp_lab.planner.plan import Training
 from fsdp_lab.report.report import FOLDER, SUFFIXES, filled
 from fsdp_lab.spec.describe import describe_value
 
@@ -90,6 +91,7 @@ class Product:
     options: str = ""  # of `fsdp-lab plan` beside those of the axes, for the command that repeats an answer
     command: str = ""  # that made the page
     start: Mapping[str, Any] | None = None  # what a reader sees first; None: the first combination that is not refused
+    training: Mapping[str, Training] = field(default_factory=dict)  # by hardware: with what the bill's inputs begin
 
     @property
     def combinations(self) -> int:
@@ -159,6 +161,7 @@ def render(product: Product, rows: Sequence[Mapping[str, Any]], refusals: Sequen
         "axes": [{name: getattr(axis, name) for name in names} for axis in product.axes],
         "ranks": next(([*axis.values] for axis in product.axes if axis.name == RANKS), []),
         "start": _start(product, rows),
+        "bills": {name: bill_inputs(training) for name, training in product.training.items()},
         "options": product.options,
         "columns": columns(numbered),
         "texts": texts,
@@ -177,6 +180,12 @@ def render(product: Product, rows: Sequence[Mapping[str, Any]], refusals: Sequen
     )
 
 
+def bill_inputs(training: Training | None) -> dict[str, Any]:
+    """What the page's inputs of tokens and price begin with."""
+    tokens, price = (training.tokens, training.price_per_gpu_hour) if training else (None, None)
+    return {"tokens": f"{tokens / 1e9:g}B" if tokens else "", "price": f"{price:g}" if price else ""}
+
+
 def _start(product: Product, rows: Sequence[Mapping[str, Any]]) -> list[int]:
     """Places of the values of the first combination that is shown."""
     if product.start is not None:
@@ -191,4 +200,4 @@ def _refusal(product: Product, error: FieldError) -> dict[str, Any]:
     axes = {axis.name: (i, axis.values) for i, axis in enumerate(product.axes)}
     has_all = all(name in axes and value in axes[name][1] for name, value in error.fix.items())
     fix = {axes[name][0]: axes[name][1].index(value) for name, value in error.fix.items()} if has_all else {}
-    return {"field": error.field, "reason": error.reason, "hint": error.hint, "fix": fix}
+    return {"words": error.words, "fix": fix}

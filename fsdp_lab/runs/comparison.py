@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from fsdp_lab.base.errors import ArgumentError, is_whole
 from fsdp_lab.base.events import Role
-from fsdp_lab.base.formatting import Spread, Table, count, duration, size
+from fsdp_lab.base.formatting import Spread, Table, count, duration, flop_rate, size
 from fsdp_lab.runs.parity import Parity, Verdict, parity
 from fsdp_lab.runs.steps import last_stretch
 from fsdp_lab.runs.summary import RULE, Figures, Pairing, Ratio, Timed, counting, figures, ratio
@@ -127,7 +127,7 @@ class Comparison:
     def table(self, only: Collection[str] = (), *, spread: bool = True) -> Table:
         """A row for each run that was started, and a column for each figure that some run has.
 
-        Figures are medians, with p10 to p90 in brackets; TFLOPS, MFU, exposed and all communication are means over ranks,
+        Figures are medians, with p10 to p90 in brackets; FLOPS, MFU, exposed and all communication are means over ranks,
         link is what rank 0 sends in a step, peak is that of the rank with the highest.
 
         Args:
@@ -331,7 +331,7 @@ def figure_cells(f: Figures, spread: Collection[str] = ()) -> dict[str, str]:
     measured: dict[str, tuple[Spread | None, Callable[[float], str]]] = {
         "step time": (f.step_time_s, duration),
         "tokens/s": (f.tokens_per_s, count),
-        "TFLOPS": (f.tflops_per_rank, "{:.3g}".format),
+        "FLOPS": (f.tflops_per_rank, lambda tflops: flop_rate(1e12 * tflops)),
         "MFU": (f.mfu, "{:.1%}".format),
         "exposed": (f.exposed_comm_s, duration),
         "comm": (f.comm_s, duration),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 from fsdp_lab.base.errors import SpecError, check_whole
+from fsdp_lab.base.formatting import plural
 from fsdp_lab.base.generation import Sampling, checked_prompts
 from fsdp_lab.models.check import is_language
 from fsdp_lab.spec.spec import Spec
@@ -71,6 +72,11 @@ class Evaluation(NamedTuple):
     step: int  # as in its event: the first is 0
     loss: float
 
+    @property
+    def when(self) -> str:
+        """In the words of a checkpoint of the same moment."""
+        return f"after {plural(self.step + 1, 'step')}"
+
 
 def generated(call: Callable[..., list[Any]], run: str, prompts: Sequence[str], sampling: Sampling) -> list[str]:
     """The texts that continue `prompts`, in their order. `call`: of the cluster, which has the ranks generate them."""
@@ -120,7 +126,7 @@ class EarlyStopping:
         times = f"in {self.stale} evaluation{'s' * (self.stale != 1)}"
         if self.best is None:
             return f"the evaluation loss was not finite {times}"
-        return f"the evaluation loss has not fallen below {self.best.loss:.4g} (step {self.best.step}) {times}"
+        return f"the evaluation loss has not fallen below {self.best.loss:.4g} ({self.best.when}) {times}"
 
     def words(self, workload: Workload) -> str:
         """The last evaluation and the best, as text; empty before the first."""
@@ -128,7 +134,7 @@ class EarlyStopping:
             return ""
 
         def text(evaluation: Evaluation) -> str:
-            return f"{in_words(evaluation.loss, language=is_language(workload))} at step {evaluation.step}"
+            return f"{in_words(evaluation.loss, language=is_language(workload))} {evaluation.when}"
 
         best = f", best {text(self.best)}" if self.best else ""
         return f"evaluation loss {text(self.evaluations[-1])}{best}"

@@ -17,7 +17,7 @@ from typing import Any
 
 from fsdp_lab.base.errors import check_whole
 from fsdp_lab.base.formatting import count, size
-from fsdp_lab.runs.comparison import Comparison, Refusal, Row, labels_by, peak_ratio
+from fsdp_lab.runs.comparison import REFUSED, Comparison, Refusal, Row, labels_by, peak_ratio
 from fsdp_lab.runs.summary import Ratio, median, ratio
 from fsdp_lab.runs.view import RunView
 from fsdp_lab.spec.describe import describe_field
@@ -68,7 +68,8 @@ class Recommendation:
 
     def lines(self) -> tuple[str, ...]:
         """Recommendation, toggles and exclusions, a sentence each, without the notes."""
-        left_out = (f"Not recommended, {labels}: {why}." for why, labels in labels_by(self.excluded.items()).items())
+        others = labels_by(item for item in self.excluded.items() if item[1] != REFUSED)  # the comparison says why
+        left_out = (f"Not recommended, {labels}: {why}." for why, labels in others.items())
         return (*self.sentences, *(t.sentence for t in self.toggles), *left_out)
 
     def __str__(self) -> str:
@@ -113,6 +114,8 @@ def recommend(runs: Comparison | Sequence[RunView | Refusal], limit_bytes: int |
 
 def _excluded(compared: Comparison, row: Row, limit_bytes: int | None) -> str:
     """Says why it is not a candidate; empty where it is one."""
+    if row.refused:
+        return REFUSED
     if not row.figures.steps:
         return f"{row.state} before a step was measured" + (f" ({row.reason})" if row.reason else "")
     if row.differs and row.parity:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fsdp_lab.base.errors import FieldError, check_whole
+from fsdp_lab.base.formatting import plural
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.runs.view import Request
 from fsdp_lab.spec.checkpoint_format import Checkpoint, check_folder, checkpoints, read
@@ -52,11 +53,12 @@ class SavedCheckpoint:
 
     @property
     def words(self) -> str:
+        what = f"the state after {plural(self.step, 'step')}"
         if self.pending:
-            return f"step {self.step} is being saved"
+            return f"{what} is being saved"
         if self.path is not None:
-            return f"step {self.step} is saved in {self.path}"
-        return f"step {self.step} could not be saved ({self.error}); training continues, and earlier ones are complete"
+            return f"{what} is saved in {self.path}"
+        return f"{what} could not be saved ({self.error}); training continues, and earlier ones are complete"
 
     def result(self) -> Checkpoint | Exception:
         """The checkpoint on the disk, or why there is none."""

@@ -16,7 +16,7 @@ from operator import attrgetter, itemgetter
 from typing import Any
 
 from fsdp_lab.base.events import Role, RoleBytes, StepEvent, Traffic
-from fsdp_lab.base.formatting import Spread, Table, count, duration, known, known_or_dash, quantile, size
+from fsdp_lab.base.formatting import Spread, Table, count, duration, flop_rate, known, known_or_dash, quantile, size
 from fsdp_lab.runs.steps import Step, last_stretch
 from fsdp_lab.spec.describe import describe_strategy
 from fsdp_lab.spec.loops import Trained
@@ -296,10 +296,10 @@ def step_table(steps: Sequence[Step], specs: dict[str, Trained], caption: str = 
     if any(e.recompute_flops for step in steps for e in step.events):
         shares["HFU"] = peaks.hfu
     # What utilisation is relative to, where a peak is known.
-    best = "; ".join(f"{peak / 1e12:.3g} TFLOPS a rank ({source})" for source, peak in peaks.by_source.items())
+    best = "; ".join(f"{flop_rate(peak)} a rank ({source})" for source, peak in peaks.by_source.items())
     recompute = " (HFU counts recompute)" if "HFU" in shares else ""
     relation = (f"{' and '.join(shares)}{recompute} relative to {best}",) if best else ()
-    measured = ("step", "loss", "grad norm", "lr", "step time", "tokens/s", "TFLOPS/rank")
+    measured = ("step", "loss", "grad norm", "lr", "step time", "tokens/s", "FLOPS/rank")
     return Table(
         columns=(*measured, *shares, "peak/rank", "comm/rank", "exposed", "how"),
         rows=tuple(_row(step, specs.get(step.spec_id), tuple(shares.values())) for step in steps),
@@ -322,9 +322,9 @@ def _row(step: Step, spec: Trained | None, shares: Sequence[Share]) -> tuple[str
         "–" if rate is None else f"{rate:.3g}",
         duration(step.step_time_s),
         count(step.tokens_per_s),
-        known_or_dash(statistics.fmean(e.tflops for e in events), ".3g"),
+        flop_rate(1e12 * statistics.fmean(e.tflops for e in events)),
         *(known_or_dash(of_ranks(step, share), ".1%") for share in shares),
-        size(max(e.memory.peak_bytes for e in events)),
+        size(max(e.memory.peak_bytes for e in events) or None),  # 0: not measured
         duration(statistics.fmean(sum(t.seconds for t in e.comm.values()) for e in events)),
         duration(statistics.fmean(e.exposed_comm_s for e in events)),
         describe_strategy(spec) if spec else "",

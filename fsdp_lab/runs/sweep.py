@@ -224,4 +224,4 @@ def combine(
         try:
             yield replace(base, changes)
         except FieldError as e:
-            yield Refusal(spec=changed_dict(base, changes), reason=str(e))
+            yield Refusal(spec=changed_dict(base, changes), reason=e.words)

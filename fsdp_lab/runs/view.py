@@ -250,12 +250,17 @@ class RunQueries:
         if not isinstance(name, str) or "\n" in name:
             raise ArgumentError("name", f"{name!r} is refused", "give a line of text")
         self.name = name.strip()
+        self._labelled()
 
     def annotate(self, note: str) -> None:
         """Writes a note on the run; "" removes it. Raises as `rename`; a note may have several lines."""
         if not isinstance(note, str):
             raise ArgumentError("note", f"{note!r} is refused", "give a text")
         self.note = note.strip()
+        self._labelled()
+
+    def _labelled(self) -> None:
+        """Called when the name or the note has changed."""
 
     def audit(self) -> Audit:
         """What is wrong with the updates of a watched loop, by parameter, rank and step, as far as it was seen until now."""

@@ -62,6 +62,13 @@ def describe_value(name: str, value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
+def written(name: str, value: Any) -> str:
+    """A value as written on the command line."""
+    if value is None:
+        return AUTO if row_of(name).none == AUTO else "none"
+    return value if isinstance(value, str) else json.dumps(dict(value) if isinstance(value, Mapping) else value)
+
+
 def describe_field(name: str, value: Any) -> str:
     """`full_shard`, `offload all`, `seq len 128`, `forward prefetch auto`, `no compile`, `real link`."""
     row = row_of(name)

@@ -8,6 +8,7 @@ neither torch nor numpy. Whether a model or a text exists is checked by `fsdp_la
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import json
 import math
@@ -157,9 +158,9 @@ class Strategy:
     sharding: str = knob(
         "full_shard", one_of(SHARDINGS), group="Sharding", help="What is sharded", bare=True, in_name=True
     )
-    # Ranks in one shard group: the sharding factor F of arXiv 2304.11277, section 3.2.
+    # The sharding factor F of arXiv 2304.11277, section 3.2.
     shard_size: int | None = knob(
-        None, whole(1), group="Sharding", help="Ranks in one shard group", choices=_group_sizes
+        None, whole(1), group="Sharding", help="Ranks in one shard group of hybrid sharding", choices=_group_sizes
     )
     # Ranks that a unit is resharded over after its forward; None: as `sharding` says.
     reshard_size: int | None = knob(
@@ -196,6 +197,8 @@ class Strategy:
         Limit(of=("fsdp1",), allows=lambda v: not v.startswith("every:") or v == "every:1", fix="block",
               why="an FSDP1 unit is one module, not several blocks", hint="use block", other="backend lab"),
         group="Sharding", help="What becomes one unit",
+        others="block; every:K, so many blocks; min_params:N, the smallest modules of N parameters or more, such as "
+               "min_params:100000; class:NAME, each module of a class; whole",
         choices=("block", "every:2", "every:4", "min_params:100000", "whole"),
     )
     # Units gathered ahead of the one that computes; None: the backend's own, see `forward_depth`.
@@ -204,7 +207,7 @@ class Strategy:
         only(YOURS, (None,), _ONE_AHEAD),
         only("ddp", (None, 0), "DDP gathers no parameters", "use 0", fix=0),
         only("fsdp1", (None, 0, 1), _FSDP1_ONE_AHEAD, "use 0 or 1", fix=1),
-        group="Schedule", help="Units gathered ahead", choices=(None, 0, 1, 2, 3), typed="4",
+        group="Schedule", help="Units gathered ahead in the forward", choices=(None, 0, 1, 2, 3), typed="4",
         automatic=lambda now: BACKEND_TRAITS[now["backend"]].own_prefetch or str(PrefetchPolicy().forward_prefetch),
     )
     backward_prefetch: int = knob(
@@ -213,7 +216,7 @@ class Strategy:
         only("fsdp1", (1, 0), _FSDP1_ONE_AHEAD, "use 0 or 1"),
         Limit(of=("fsdp2",), allows=lambda v: v >= 1, fix=1, why="FSDP2 always prefetches in the backward",
               hint="use 1 or more", other=""),
-        group="Schedule", help="Units gathered ahead", most=16,
+        group="Schedule", help="Units gathered ahead in the backward", most=16,
     )
     # Issued before the backward of the unit that computes, or after it.
     backward_prefetch_point: str = knob(
@@ -229,17 +232,17 @@ class Strategy:
         only("fsdp1", (2, 0), "FSDP1's limiter is on, at 2, or off", "use 0 or 2"),
         only("fsdp2", (2,), "FSDP2 has no limiter to set", "use 2"),
         only("ddp", (2,), "DDP gathers no parameters", "use 2"),
-        group="Schedule", label="gathers in flight", help="0: no limit", planned=True, most=64,
+        group="Schedule", label="gathers in flight", help="All-gathers in flight; 0: no limit", planned=True, most=64,
     )
     # Units whose whole gradients are in flight; the backward waits before it sends one more.
     limit_reductions: int = knob(
         1, whole(1),
         only(YOURS, (1,), "your engine is asked to reduce one unit at a time"),
         only("fsdp1 ddp", (1,), "{} has no limit to set", "use 1", other="backend lab"),
-        group="Schedule", label="reductions in flight", help="Whole gradients", planned=True, most=64,
+        group="Schedule", label="reductions in flight", help="Units whose gradients are in flight", planned=True, most=64,
     )
     recompute: str = knob("none", _RECOMPUTE, group="Schedule", help="Activations computed again in the backward",
-                          choices=("none", "every:2", "full"), off="none")
+                          others="none; full; every:K, of each K-th block", choices=("none", "every:2", "full"), off="none")
     # The micro-batches that communicate; n: every n-th one of a step. The last always does.
     sync: str | int = knob(
         "every", _SYNC, group="Schedule", help="Micro-batches that communicate", tokens=SYNCS,
@@ -251,7 +254,9 @@ class Strategy:
         group="Schedule", help="torch.compile of each block", planned=True, choices=(False, True),
     )
     # Code: the class of backend "yours" (fsdp_lab/backends/yours.py); the other backends do not look at it.
-    engine: str | Mapping[str, Any] | None = knob(None, _ENGINE, none="off", code=True, in_name=True, text=code_name)
+    engine: str | Mapping[str, Any] | None = knob(
+        None, _ENGINE, none="off", code=True, in_name=True, text=code_name, help="The class of backend yours"
+    )
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -377,13 +382,15 @@ class Spec:
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Spec:
-        """Raises SpecError for an unknown key or an invalid value."""
-        top = _fields("", d, cls)
+        """The dict may be as `to_dict` makes it, or have all fields by their flat names. Raises SpecError for an unknown key
+        or an invalid value."""
+        top = _fields("", {name: value for name, value in d.items() if part_of(name, "") == ""}, cls)
         parts: dict[str, Any] = {}
         for name, kind in PARTS.items():
             given = top.pop(name, {})
             check_value(name, given, values(lambda v: isinstance(v, Mapping), "an object of fields"))
-            parts[name] = kind(**_fields(f"{name}.", given, kind))
+            flat = {one: value for one, value in d.items() if part_of(one, "") == name}
+            parts[name] = kind(**_fields(f"{name}.", {**given, **flat}, kind))
         return cls(**parts, **top)
 
     def to_json(self) -> str:
@@ -644,7 +651,7 @@ def _fields(prefix: str, given: Mapping[str, Any], kind: type) -> dict[str, Any]
     names = [f.name for f in dataclasses.fields(kind)]
     for name in given:
         if name not in names:
-            raise SpecError(f"{prefix}{name}", "there is no such field", f"the fields are {', '.join(names)}")
+            raise _no_field(prefix, name, names)
     made = dict(given)
     if isinstance(made.get("precision"), Mapping):
         made["precision"] = Precision(**_fields("strategy.precision.", made["precision"], Precision))
@@ -660,12 +667,21 @@ def changed_dict(base: Spec, changes: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def part_of(name: str) -> str:
-    """The part with a flat field name: "workload", "strategy", or "" for the Spec itself. Raises SpecError."""
+def part_of(name: str, unknown: str | None = None) -> str:
+    """The part with a flat field name: "workload", "strategy", or "" for the Spec itself. `unknown`: for a name of none;
+    None: raises SpecError."""
     for part, kind in {**PARTS, "": Spec}.items():
         if name in {f.name for f in dataclasses.fields(kind)}:
             return part
-    raise SpecError(name, "there is no such field", "see the fields of Workload, Strategy and Spec")
+    if unknown is None:
+        raise _no_field("", name, [*FIELDS])
+    return unknown
+
+
+def _no_field(prefix: str, name: str, names: Sequence[str]) -> SpecError:
+    similar = difflib.get_close_matches(name, names, n=1)
+    hint = f"use {similar[0]}" if similar else f"the fields are {', '.join(names)}"
+    return SpecError(f"{prefix}{name}", "there is no such field", hint)
 
 
 def check_field(name: str, value: Any) -> None:

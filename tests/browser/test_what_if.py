@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page
 
-from fsdp_lab.base.formatting import count, duration, size
+from fsdp_lab.base.formatting import count, duration, figures, flop_rate, size
 from fsdp_lab.cli.main import main
 from fsdp_lab.cli.plan import TEACHING
 from fsdp_lab.planner.questions import Target, planned
@@ -72,7 +72,11 @@ def test_choose_read_be_refused_search_and_take(warm: Notebook, watched: Callabl
     at(".strategies tbody tr").nth(1).wait_for()
     at(".strategies button").nth(1).click()
     at('.strategies tr:nth-child(2) button[aria-pressed="true"]').wait_for()
-    says(".take pre", r"^Spec\(\).replace\(.*world_size=24")
+    says(".take pre >> nth=0", r"^fsdp-lab plan --hardware h100 --ranks 24 ")
+    says(".take pre >> nth=1", r"^Spec\(\).replace\(.*world_size=24")
+    choose("price of a GPU hour", "2.5")
+    says(".answer .figures", r"cost ?[\d,.]+")
+    says(".take pre >> nth=0", r" --price 2.5$")
     for width, theme in ((1920, "Dark"), (800, "Light")):
         page.set_viewport_size({"width": width, "height": 1750})
         notebook.theme(f"JupyterLab {theme}")
@@ -107,6 +111,10 @@ class StaticPage:
         select = self.page.get_by_label(label, exact=True)
         texts = select.locator("option").all_inner_texts()
         select.select_option(index=[text.split(" – ")[0] for text in texts].index(value))
+
+    def fill(self, label: str, value: str) -> None:
+        self.page.get_by_label(label, exact=True).fill(value)
+        self.page.keyboard.press("Enter")
 
     def chosen(self) -> dict[str, str]:
         return dict(
@@ -155,8 +163,11 @@ def test_a_page_without_a_kernel_says_what_its_command_says(
     page = open_page(file)
     for label, value in (("model", "llama-70b"), ("hardware", "h100"), ("ranks", "512"), ("recompute", "full")):
         page.choose(label, value)
+    page.fill("tokens to train", "2T")
+    page.fill("price of a GPU hour", "2.50")
     command = shlex.split(page.text("take pre"))
-    assert command[:2] == ["fsdp-lab", "plan"] and command[-2:] == ["--network", "800.0"]
+    assert command[:2] == ["fsdp-lab", "plan"]
+    assert command[-6:] == ["--network", "800.0", "--tokens", "2T", "--price", "2.50"]
     capsys.readouterr()
     assert main([*command[1:], "--json"]) == 0
     (plan,) = json.loads(capsys.readouterr().out)["plans"]
@@ -168,12 +179,16 @@ def test_a_page_without_a_kernel_says_what_its_command_says(
         f"{100 * plan['mfu'] * plan['step_time_s'] / plan[f'step_time_s_{end}']:.1f} %" for end in ("high", "low")
     )
     shown = page.figures()
+    bill = [shown.pop(name) for name in ("time of training", "GPU hours", "cost")]
+    assert bill[0] == between("training_s", duration) and bill[1:] == [
+        between(n, figures) for n in ("gpu_hours", "cost")
+    ]
     rates = [float(number.replace(",", "")) for number in re.split("\n| to ", shown.pop("tokens/s"))]
     told = [plan[f"tokens_per_s{end}"] for end in ("", "_low", "_high")]
     assert rates == pytest.approx(told, rel=1e-5), "the page has seven digits of each"
     assert shown == {
         "step": between("step_time_s", duration),
-        "tokens/s a rank": count(plan["tokens_per_s_per_rank"]), "TFLOPS a rank": f"{plan['tflops_per_rank']:.0f}",
+        "tokens/s a rank": count(plan["tokens_per_s_per_rank"]), "FLOPS a rank": flop_rate(1e12 * plan["tflops_per_rank"]),
         "MFU": f"{100 * plan['mfu']:.1f} %\n{mfu}", "HFU": f"{100 * plan['hfu']:.1f} %",
         "exposed communication": f"{100 * plan['exposed_comm_s'] / plan['step_time_s']:.1f} %",
     }  # fmt: skip
@@ -198,7 +213,7 @@ def test_a_refused_combination_says_why_and_has_a_way_out(open_page: Callable[..
     page.choose("sharding", "hybrid_shard")
     assert page.text("verdict") == "refused"
     assert page.text("answer .reading") == (
-        "strategy.sharding: hybrid_shard needs a shard size between 1 and world_size that divides it, and 1 ranks have "
+        "sharding: hybrid_shard needs a shard size between 1 and world_size that divides it, and 1 ranks have "
         "none; use 4 ranks, or full_shard."
     )
     assert page.figures() == {} and not page.page.locator(".pictures").is_visible()

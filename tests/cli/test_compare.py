@@ -20,6 +20,7 @@ from fsdp_lab.cli.console import Results, add_hosts, hosts_of
 from fsdp_lab.cli.main import main, parser
 from fsdp_lab.cluster.hosts import SlurmHosts, SshHosts
 from fsdp_lab.planner.questions import require_memory
+from fsdp_lab.runs.history import History
 from fsdp_lab.spec.spec import Spec
 from tests.lab.telling import ended
 from tests.lab.test_comparison import KEYS
@@ -91,7 +92,7 @@ def test_the_table_has_what_has_begun_and_fewer_figures_on_a_narrow_terminal():
 
     def shown(width: int) -> str:
         console = Console(file=io.StringIO(), width=width)
-        console.print(compare.view(sweep, width))
+        console.print(compare.view(sweep, console))
         return console.file.getvalue()
 
     wide = shown(150).splitlines()
@@ -136,16 +137,30 @@ def test_a_spec_that_cannot_fit_names_the_option(
         )
 
     monkeypatch.setattr("fsdp_lab.cli.run.train", refuse)
-    (tmp_path / "spec.json").write_text(Spec().replace(model="gpt2-1m").to_json())
-    assert main(["run", str(tmp_path / "spec.json")]) == 2
+    assert main(["run", "--model", "gpt2-1m"]) == 2
     said = capsys.readouterr().err
     assert "a rank needs" in said and "; or --anyway" in said and "lab.run" not in said
 
 
+def test_what_to_train_is_said_by_options_before_a_file_before_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    trained: list[Spec] = []
+    monkeypatch.setattr("fsdp_lab.cli.run.train", lambda _, spec, *__: trained.append(spec))
+    (tmp_path / "flat.json").write_text('{"model": "gpt2-1m", "sharding": "zero1", "world_size": 1}')
+    options = ["--sharding", "shard_grad_op", "--link", "0.25 GB/s, 50 us", "--ranks", "3"]
+    assert main(["run", str(tmp_path / "flat.json"), *options]) == 0
+    changes = {"model": "gpt2-1m", "sharding": "shard_grad_op", "link": "0.25 GB/s, 50 us"}
+    assert trained == [Spec(world_size=3).replace(**changes)]
+    with pytest.raises(SystemExit):
+        main(["run", "--optimiser", "sgd"])
+    assert "unrecognized arguments: --optimiser; use --optimizer" in capsys.readouterr().err
+    assert main([]) == 0 and "COMMAND" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_ctrl_c_ends_a_run_its_ranks_and_keeps_what_was_measured(tmp_path: Path):
-    (tmp_path / "spec.json").write_text(Spec().replace(model="gpt2-1m", seq_len=16, micro_batch=1).to_json())
-    command = [sys.executable, "-m", "fsdp_lab", "run", "spec.json", "--json", "out.json", "--trace", "trace.json.gz"]
+    command = [sys.executable, "-m", "fsdp_lab", "run", *TINY, "--json", "out.json", "--trace", "trace.json.gz"]
     log = tmp_path / "log"
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=tmp_path)
@@ -157,6 +172,7 @@ def test_ctrl_c_ends_a_run_its_ranks_and_keeps_what_was_measured(tmp_path: Path)
         assert process.wait(30) == 130, log.read_text()
         assert not psutil.wait_procs(family, timeout=10)[1]
         assert json.loads((tmp_path / "out.json").read_text())["runs"][0]["losses"]
+        assert f"fsdp-lab report {History().runs()[0].id}" in log.read_text()
         trace = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
         assert {e["pid"] for e in trace["traceEvents"] if e.get("cat") == "all_gather"} == {0, 1}
     finally:

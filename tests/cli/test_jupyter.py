@@ -23,7 +23,7 @@ from fsdp_lab.cli.main import main
 from tests.waiting import until
 
 
-def test_notebooks_are_copied_where_asked_and_changed_ones_stay(tmp_path: Path):
+def test_notebooks_are_copied_and_changed_ones_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = jupyter.notebooks_folder(tmp_path / "mine")
     first = folder / jupyter.FIRST_NOTEBOOK
     first.write_text("changed")
@@ -31,7 +31,10 @@ def test_notebooks_are_copied_where_asked_and_changed_ones_stay(tmp_path: Path):
     with pytest.raises(Refused, match="--dir DIR"):
         jupyter.notebooks_folder(first / "below")
     assert (folder / "02_first_steps_in_code.ipynb").is_file()
-    code = ("solutions/write_your_own_fsdp.py", "course/exercises.py", "course/memory_limit.py")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(Path(__file__).parents[2] / "notebooks")
+    assert jupyter.notebooks_folder(None) == tmp_path / "fsdp-lab-notebooks", "not in the repository"
+    code = ("other_front_ends.md", "solutions/write_your_own_fsdp.py", "course/exercises.py", "course/memory_limit.py")
     assert all((folder / file).is_file() for file in code)
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from fsdp_lab.base.events import Role
 from fsdp_lab.cli.main import main
+from fsdp_lab.planner.devices import DEVICES
 
 SEVEN = ["plan", "--model", "llama-7b", "--hardware", "a100-80", "--precision", "bf16"]
 
@@ -46,7 +47,7 @@ def test_a_product_is_a_table_and_what_cannot_be_is_said(capsys: pytest.CaptureF
     assert [(p["ranks"], p["spec"]["strategy"]["shard_size"]) for p in found["plans"]] == [(8, None), (16, 8)]
     assert [r["reason"].split(":")[0] for r in found["refused"]] == ["strategy.sharding"] * 2
     assert main(asked) == 0
-    assert "refused: strategy.sharding: no_shard is not available with fsdp2" in capsys.readouterr().out
+    assert "refused: sharding: no_shard is not available with fsdp2" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -64,6 +65,47 @@ def test_the_best_strategy_the_largest_model_and_the_fewest_gpus(capsys: pytest.
     assert 1 < said(capsys, *asked, "--find", "fewest")["fewest"]["ranks"] <= 8
     assert main([*asked, "--memory", "2", "--find", "strategy"]) == 1
     assert "None of " in capsys.readouterr().out
+
+
+def test_a_model_that_needs_more_gpus_than_samples_is_found_with_a_larger_batch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ["plan", "--model", "llama-70b", "--hardware", "h100", "--find", "fewest"]
+    assert said(capsys, *asked)["fewest"] == {"ranks": 32, "hosts": 4, "global_batch": 128}
+    assert said(capsys, *asked, "--global-batch", "512")["fewest"]["ranks"] == 32
+    assert main([*asked, "--global-batch", "4"]) == 1
+    assert "does not fit on 4,096 x h100 or fewer; give a larger --global-batch" in capsys.readouterr().out
+
+
+def test_a_training_has_a_time_and_a_price_and_the_cheapest_gpus_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--model", "gpt2-124m", "--precision", "bf16", "--seq-len", "512", "--tokens", "15B"]
+    (plan,) = said(capsys, *asked, "--hardware", "h100", "--price", "2.49")["plans"]
+    assert plan["training_s"] == pytest.approx(15e9 / plan["tokens_per_s"])
+    assert plan["gpu_hours"] == pytest.approx(8 * plan["training_s"] / 3600)
+    assert plan["cost"] == pytest.approx(2.49 * plan["gpu_hours"])
+    assert plan["cost_high"] / plan["cost"] == pytest.approx(plan["step_time_s_high"] / plan["step_time_s"])
+    assert main([*asked, "--hardware", "h100"]) == 0
+    assert re.search(r"15.0 billion tokens take [\d.]+ h \(.* GPU hours\.", capsys.readouterr().out)
+    cheapest = [*asked, "--find", "cheapest", "--hardware", "t4,h100", "--ranks", "1,2", "--precision", "fp16"]
+    found = said(capsys, *cheapest, "--price", "0.01,2.49")["cheapest"]
+    assert found == sorted(found, key=lambda p: p["cost"] / p["fits_probability"]) and len(found) == 4
+    assert [(p["hardware"], p["price_per_gpu_hour"]) for p in found[:2]] == [("t4", 0.01)] * 2
+    days = found[0]["training_s"] / 86_400 - 0.01
+    quick = said(capsys, *cheapest, "--price", "0.01,2.49", "--days", f"{days}")["cheapest"]
+    assert found[0] not in quick and quick and all(p["training_s"] <= days * 86_400 for p in quick)
+
+
+def test_hardware_is_listed_and_may_be_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--hardware", "list"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"\n{name} " in listed for name in DEVICES) and "Ada whitepaper" in listed
+    small = ["plan", "--model", "gpt2-124m", "--precision", "bf16", "--ranks", "1"]
+    (known,) = said(capsys, *small, "--hardware", "RTX 4090")["plans"]
+    (custom,) = said(capsys, *small, "--hardware", "165.2/23.6/1.008")["plans"]
+    assert (
+        custom["mfu"] == pytest.approx(known["mfu"], rel=0.2)
+        and custom["memory_limit_bytes"] == known["memory_limit_bytes"]
+    )
 
 
 def test_a_preset_is_planned_without_torch() -> None:
@@ -100,8 +142,7 @@ def test_a_page_has_the_plan_of_each_combination(tmp_path: Path, capsys: pytest.
     for cell, words in enumerate(lists):
         refusal = found["refusals"][int(number)] if (number := columns["refused"][cell]) >= 0 else None
         if words[0] == "t4" and words[3] == "bf16":
-            assert refusal and (refusal["field"], refusal["hint"]) == ("strategy.precision", "use fp16, fp32")
-            assert refusal["reason"] == "a t4 has no matrix products in bf16"
+            assert refusal and refusal["words"] == "precision: a t4 has no matrix products in bf16; use fp16, fp32"
             assert math.isnan(columns["step_time_s"][cell])
             continue
         asked = [word for pair in zip(options, words, strict=True) for word in pair]

@@ -124,7 +124,7 @@ def test_save_now_without_a_run_never_holds_up_who_pressed(desk: Desk) -> None:
     desk.saving._save.click()
     assert len([t for t in threading.enumerate() if t.name == "fsdp-lab-ask"]) == 1
     desk.lab.save_gate.set()
-    desk.until(lambda: "Step 7 is saved in checkpoints." in plain(desk.saving.message.value))
+    desk.until(lambda: "The state after 7 steps is saved in checkpoints." in plain(desk.saving.message.value))
     desk.saving._folder.value = "full"
     desk.saving._save.click()
     desk.until(lambda: "No space left on device" in desk.saving.message.value)
@@ -151,9 +151,11 @@ def test_the_list_of_saves() -> None:
 
     whole = [saved(s, path=Path(f"/c/{s}"), nbytes=5 << 20, seconds=0.2) for s in (10, 20, 30)]
     shown = saves_list([*whole, saved(40, seconds=0.1, error="No space <left>"), saved(50)])
-    assert "and 2 before" in shown and "Step 30 is saved in /c/30: 5.00 MiB, training paused for 10.0 ms." in shown
-    assert "Step 50 is being saved" in shown and "Step 40 could not be saved (No space &lt;left&gt;)" in shown
-    assert shown.index("Step 50") < shown.index("Step 40") < shown.index("Step 30")
+    assert (
+        "and 2 before" in shown and "after 30 steps is saved in /c/30: 5.00 MiB, training paused for 10.0 ms." in shown
+    )
+    assert "after 50 steps is being saved" in shown and "40 steps could not be saved (No space &lt;left&gt;)" in shown
+    assert shown.index("50 steps") < shown.index("40 steps") < shown.index("30 steps")
     assert "No checkpoint yet" in saves_list([])
 
 
@@ -171,7 +173,7 @@ def test_an_evaluation_is_chosen_and_what_it_finds_is_said(desk: Desk) -> None:
     assert (chosen.every, chosen.samples, chosen.patience, chosen.prompts) == (5, 8, 3, ("Once",))
     desk.until(lambda: len(desk.lab.current.early_stopping.evaluations) > 1)
     desk.until(lambda: plain(form.message.value).startswith("Evaluation loss "))
-    assert re.search(r"best \S+ \(perplexity \S+\) at step \d+\.$", plain(form.message.value))
+    assert re.search(r"best \S+ \(perplexity \S+\) after \d+ steps\.$", plain(form.message.value))
     assert desk.head() == "saving is off · evaluation every 5 steps · recovery: ask · no incident"
     form._patience.value, form._prompt.value = 0, ""
     assert form.config().patience is None and form.config().prompts == ()

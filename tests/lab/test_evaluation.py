@@ -25,7 +25,7 @@ def test_a_judge_knows_the_best_and_when_it_is_enough():
     assert better == [True, True, False, True, True] and judge.best == (4, 5.0) and not judge.reason
     assert [judge.take(5, 5.0), judge.take(6, math.nan)] == [False, False] and judge.stale == 2
     assert not judge.reason and not judge.take(7, -math.inf)
-    assert judge.reason == "the evaluation loss has not fallen below 5 (step 4) in 3 evaluations"
+    assert judge.reason == "the evaluation loss has not fallen below 5 (after 5 steps) in 3 evaluations"
     judge.forget(4)
     assert judge.best == (3, 6.0) and judge.stale == 0 and len(judge.evaluations) == 4
     judge.switched(SPEC, SPEC.replace(lr=1.0))
@@ -61,9 +61,9 @@ def test_refusals_come_before_anything_starts(lab: Lab):
 def test_a_run_stops_when_its_patience_is_out_and_says_why(lab: Lab):
     run = lab.run(steps=50, evaluate=EvalConfig(every=1, patience=3)).wait(20)
     assert run.state is RunState.STOPPED and run.step == 8
-    assert run.reason == "the evaluation loss has not fallen below 5 (step 4) in 3 evaluations"
+    assert run.reason == "the evaluation loss has not fallen below 5 (after 5 steps) in 3 evaluations"
     assert [e.step for e in run.evaluations] == list(range(8)) and run.best == Evaluation(BEST, EVAL_LOSSES[BEST])
-    note = "evaluation loss 5.2000 (perplexity 181.3) at step 7, best 5.0000 (perplexity 148.4) at step 4"
+    note = "evaluation loss 5.2000 (perplexity 181.3) after 8 steps, best 5.0000 (perplexity 148.4) after 5 steps"
     assert note in run.table().notes and run.summary()["best_evaluation"] == {"step": 4, "loss": 5.0}
     kept = lab.runs()[run.id]
     assert kept.best == run.best and kept.table().notes == run.table().notes and kept.reason == run.reason

@@ -205,12 +205,11 @@ def test_a_name_and_a_note_are_stored_while_a_run_trains_and_may_come_from_elsew
     run.tell(3)
     history.flush(LONG_S)
     assert history.runs()["first"].id == run.id, "a name from another process stays"
-    history.rename("first", "second")
     run.annotate("as in the paper")
     history.flush(LONG_S)
     [past] = history.runs()
-    assert (past.name, past.note, run.name) == ("second", "as in the paper", "second")
-    assert [row.name.partition(":")[0] for row in Comparison.of([past, run]).rows] == ["second", "second"]
+    assert (past.name, past.note, run.name) == ("first", "as in the paper", "baseline")
+    assert [row.name.partition(":")[0] for row in Comparison.of([past, run]).rows] == ["first", "baseline"]
 
 
 def test_where_the_history_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -1,11 +1,14 @@
 """The what-if page without a browser: what is asked, what is answered, what is refused, and how soon."""
 
+import json
+import shlex
 import threading
 from typing import Any
 
 import pytest
 
 from fsdp_lab.base.errors import FieldError
+from fsdp_lab.cli.main import main
 from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.planner.devices import DEVICES
 from fsdp_lab.planner.questions import Target
@@ -86,7 +89,7 @@ def test_the_curve_is_of_whole_hosts_whatever_part_of_one_is_asked_for():
 
 
 # -- the page --------------------------------------------------------------------------------------------------------
-def test_a_choice_is_answered_with_its_figures_and_its_curve(page):
+def test_a_choice_is_answered_with_its_figures_its_curve_and_its_command(page, capsys):
     page.choose(world_size=64, micro_batch=8)
     plan, state = page.answer.plan, page.state
     assert plan.machine.ranks == state["row"]["ranks"] == 64
@@ -94,7 +97,14 @@ def test_a_choice_is_answered_with_its_figures_and_its_curve(page):
     assert state["row"]["hardware"] == "a100-40" and state["row"]["model"] == "gpt2-124m"
     assert state["row"]["peak"].startswith(f"The peak is in the {plan.memory.peak_phase}, at ")
     assert [point["ranks"] for point in state["along"]] == [1 << i for i in range(13)]
-    assert eval(state["take"]["text"], {"Spec": Spec}) == page.answer.question.spec
+    assert eval(state["take"]["texts"][1][1], {"Spec": Spec}) == page.answer.question.spec
+    press(page, "choose", name="price", text="2.49")
+    assert page.state["bill"] == {"tokens": "", "price": "2.49"}
+    told = page.state["take"]["texts"][0][1].removeprefix("fsdp-lab ")
+    assert main([*shlex.split(told), "--json"]) == 0
+    (said,) = json.loads(capsys.readouterr().out)["plans"]
+    assert said["step_time_s"] == plan.step_time_s and said["cost"] > 0
+    press(page, "choose", name="price", text="")
     shown = state["number"]
     page.choose(world_size=64)  # what is chosen already is answered too
     page.settle()

@@ -145,7 +145,7 @@ class LossPanel(CurvePanel):
             evaluations.append("" if loss is None else in_words(loss, language=self._frame.language))
             rows.append([s.number, s.mean_loss, s.events[0].grad_norm, math.nan if loss is None else loss])
             if loss is not None:
-                self._evaluated = f"Held-out loss {evaluations[-1]} at step {s.number:,}. "
+                self._evaluated = f"Held-out loss {evaluations[-1]} after {s.number + 1:,} steps. "
         self._table.append(rows, {"evaluation": evaluations, "rate": [_rate(s.events[0]) for s in steps]})
 
     def _describe(self, last: Step) -> Captions:

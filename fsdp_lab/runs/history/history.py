@@ -86,15 +86,7 @@ class StoredRun(RunQueries):
         parts = (self.spec_fields.get(name, {}) for name in ("workload", "strategy", KEY))
         return {**{name: value for part in parts for name, value in part.items()}, **self.spec_fields}
 
-    def rename(self, name: str) -> None:
-        super().rename(name)
-        self._store()
-
-    def annotate(self, note: str) -> None:
-        super().annotate(note)
-        self._store()
-
-    def _store(self) -> None:
+    def _labelled(self) -> None:
         with self._open() as db:
             try:
                 db.update("runs", self.number, {"name": self.name, "note": self.note})
@@ -283,19 +275,11 @@ class History:
     def rename(self, run: str, name: str) -> None:
         """Names a run; "" removes the name. `run` is an id, the beginning of one, or a name. Raises ArgumentError: there is
         no such run, or more than one. HistoryError: the file cannot be written."""
-        for one in self._both(run):
-            one.rename(name)
+        self.runs()[run].rename(name)
 
     def annotate(self, run: str, note: str) -> None:
         """Writes a note on a run; "" removes it. Raises as `rename`."""
-        for one in self._both(run):
-            one.annotate(note)
-
-    def _both(self, run: str) -> Sequence[RunQueries]:
-        """The stored run and, where it is still being written from here, the live one."""
-        stored = self.runs()[run]
-        live = self._writer.live(stored.id)
-        return [stored, *([live] if isinstance(live, RunQueries) else [])]
+        self.runs()[run].annotate(note)
 
     def pin(self, run: str) -> None:
         """Protects a run: only `delete` deletes it, however full the history is. Raises as `rename`."""

@@ -70,11 +70,6 @@ class HistoryWriter:
         with self._changed:
             return [writer.run.id for writer in self._writers]
 
-    def live(self, run: str) -> RunView | None:
-        """The run with this id, if it is being written."""
-        with self._changed:
-            return next((writer.run for writer in self._writers if writer.run.id == run), None)
-
     def flush(self, timeout_s: float) -> bool:
         """Writes everything that the runs have reported until now; returns whether that succeeded in time."""
         deadline = time.monotonic() + timeout_s
@@ -214,7 +209,7 @@ class RunWriter:
         if over or now_s - self._figures_s >= SEEN_S or self._figures["loss"] is None:
             self._figures, self._figures_s = recent_figures(self.run), now_s
         with db.transaction():
-            number, switches = self._write_row(db, state, named if named != self._named else {})
+            number, switches = self._write_row(db, state, dict(named.items() - self._named.items()))
             for table, packed in (("batches", batches), ("traces", traces)):
                 for row in packed:
                     db.insert(table, {"run": number, **row}, replace=True)
