@@ -13,12 +13,14 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from fsdp_lab.base import errors
 from tests.test_house import JUPYTER, PACKAGE, REPO, Module, imports, modules, python, without
 
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # Import name -> distribution, if not the same.
 DISTRIBUTIONS = {"PIL": "pillow", "pynvml": "nvidia-ml-py", "yaml": "pyyaml", "xdist": "pytest-xdist", "zmq": "pyzmq"}
-NOT_IMPORTED = {"jupyterlab": "`fsdp-lab lab` starts it as a program", "mypy": "a command",
+NOT_IMPORTED = {"build": "a command", "hatchling": "the wheel's backend", "twine": "a command",
+                "jupyterlab": "`fsdp-lab lab` starts it as a program", "mypy": "a command",
                 "pytest-cov": "a plugin of pytest", "pytest-timeout": "a plugin of pytest",
                 "pytest-xdist": "a plugin of pytest", "ruff": "a command",
                 "tensorboard": "torch.utils.tensorboard imports it", "types-psutil": "read by mypy"}  # fmt: skip
@@ -67,6 +69,11 @@ def test_conda_environments_agree_with_pyproject(folder: str, torch: str):
     del found["python"], found["pip"]
     found["torch"] = found.pop(torch)
     assert found == DEPENDENCIES
+
+
+def test_extras_agree_with_the_dependencies_and_with_what_errors_say():
+    assert ranges(PROJECT["optional-dependencies"]["page"]).items() <= DEPENDENCIES.items()
+    assert {name: extra for extra, names in EXTRAS.items() for name in names} == errors.EXTRAS
 
 
 def test_the_hooks_use_the_same_ruff_as_the_tests():
@@ -129,8 +136,8 @@ LACKING = "which is not installed"
 
 
 @pytest.mark.parametrize(("missing", "code", "said"), [
-    ({"bokeh"}, "import fsdp_lab.report", f"fsdp_lab.report needs bokeh, {LACKING}: {INSTALL} bokeh\n"),
-    ({"anywidget"}, "from fsdp_lab import Dashboard", f"Dashboard needs anywidget, {LACKING}: {INSTALL} anywidget\n"),
+    ({"bokeh"}, "import fsdp_lab.report", f"fsdp_lab.report needs bokeh, {LACKING}: {INSTALL} 'fsdp-lab[page]'\n"),
+    ({"anywidget"}, "from fsdp_lab import Dashboard", f"Dashboard needs anywidget, {LACKING}: {INSTALL} 'fsdp-lab[page]'\n"),
     (JUPYTER, "compare", f"this command needs ipyparallel, {LACKING}"),
 ])  # fmt: skip
 def test_a_missing_package_is_named_with_how_to_install_it(missing: set[str], code: str, said: str):

@@ -31,7 +31,7 @@ from fsdp_lab.cli.console import Refused, signals_ignored
 FIRST_NOTEBOOK = "01_live_dashboard.ipynb"
 DEFAULT_PORT = 8888
 LOOPBACK = "127.0.0.1"
-SHIPPED = ("*.ipynb", "*.png", "course/*.py", "solutions/*.py")
+SHIPPED = ("*.ipynb", "*.md", "*.png", "course/*.py", "solutions/*.py")
 START_S = 90.0
 
 
