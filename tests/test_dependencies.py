@@ -1,6 +1,7 @@
 """What is imported is declared, what is declared is used, and a missing package is named with how to install it."""
 
 import importlib.metadata
+import json
 import re
 import subprocess
 import sys
@@ -74,6 +75,24 @@ def test_conda_environments_agree_with_pyproject(folder: str, torch: str):
 def test_extras_agree_with_the_dependencies_and_with_what_errors_say():
     assert ranges(PROJECT["optional-dependencies"]["page"]).items() <= DEPENDENCIES.items()
     assert {name: extra for extra, names in EXTRAS.items() for name in names} == errors.EXTRAS
+
+
+def test_the_containers_run_readmes_commands_on_files_that_exist():
+    dockerfile, readme = (
+        Path(REPO, name).read_text(encoding="utf-8") for name in ("binder/gpu.Dockerfile", "README.md")
+    )
+    container = json.loads(Path(REPO, ".devcontainer/devcontainer.json").read_text(encoding="utf-8"))
+    copied = [name for line in re.findall(r"^COPY \S+ (.+) \S+$", dockerfile, re.MULTILINE) for name in line.split()]
+    assert {"pyproject.toml", "fsdp_lab", ".ci"} <= set(copied) and all(Path(REPO, name).exists() for name in copied)
+    made = [line for line in (*dockerfile.splitlines(), container["postCreateCommand"]) if "pip install" in line]
+    assert len(made) == 2 and all(f"{command.removeprefix('RUN ')} && .venv/bin/" in readme for command in made)
+    pythons = set(re.findall(r"\bpython(\d\.\d+)", dockerfile))
+    assert pythons and all(SpecifierSet(PROJECT["requires-python"]).contains(version) for version in pythons)
+    build, stages = container["build"], re.findall(r"^FROM \S+ AS (\w+)$", dockerfile, re.MULTILINE)
+    assert (REPO / ".devcontainer" / build["dockerfile"]).samefile(REPO / "binder/gpu.Dockerfile")
+    assert build["target"] in stages and dockerfile.index("\nUSER ") < dockerfile.index(".venv")
+    assert "--shm-size 8g" in dockerfile and container["runArgs"] == ["--shm-size=8g"]
+    assert not Path(REPO, "binder/Dockerfile").exists(), "Binder would build it instead of environment.yml"
 
 
 def test_the_hooks_use_the_same_ruff_as_the_tests():
