@@ -29,7 +29,7 @@ from fsdp_lab.runs.comparison import Refusal
 from fsdp_lab.runs.engine_check import LEAST_STEPS, SMALL_MODEL, EngineCheck, check_engine
 from fsdp_lab.runs.evaluation import EvalConfig, generated
 from fsdp_lab.runs.history.history import History, RunList
-from fsdp_lab.runs.notebook import ProgressBar, progress_bar, rank_table
+from fsdp_lab.runs.notebook import LabMagics, ProgressBar, progress_bar, rank_table
 from fsdp_lab.runs.recovery import RecoveryPolicy
 from fsdp_lab.runs.run import Drill, Run
 from fsdp_lab.runs.saving import CheckpointConfig
@@ -744,3 +744,8 @@ class Lab:
 def each_device(devices: Sequence[str] | str | None, ranks: int) -> tuple[str, ...] | None:
     """One device per rank: the one for all repeated, or the list; None stays None."""
     return None if devices is None else (devices,) * ranks if isinstance(devices, str) else tuple(devices)
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext fsdp_lab`, by IPython: adds the magics `%lab` and `%%ranks`."""
+    LabMagics(shell=shell, make=Lab, key=KEY).register()
