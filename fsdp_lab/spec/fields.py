@@ -3,10 +3,12 @@ checks, descriptions, exports and the what-if page read it, so that none of them
 
 import dataclasses
 import json
+import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from fsdp_lab.base.errors import SpecError, is_number, is_whole
@@ -171,3 +173,57 @@ def check_fields(prefix: str, part: Any) -> None:
             check_value(name, value, row)
         if row.code and isinstance(value, Mapping) and is_code(value) and not isinstance(value, UserCode):
             object.__setattr__(part, f.name, UserCode.of(name, value))
+
+
+# -- names of other libraries ----------------------------------------------------------------------------------------
+
+# Of transformers' TrainingArguments and TRL -> the field that means the same, and those of their values that differ.
+ALIASES: Mapping[str, tuple[str, Mapping[Any, Any]]] = {
+    "bf16": ("precision", {True: "bf16", False: "fp32"}),
+    "dataset_name": ("data", {}),
+    "dataset_text_field": ("text_field", {}),
+    "fp16": ("precision", {True: "fp16", False: "fp32"}),
+    "gradient_accumulation_steps": ("accumulate", {}),
+    "gradient_checkpointing": ("recompute", {True: "full", False: "none"}),
+    "learning_rate": ("lr", {}),
+    "lr_scheduler_type": ("lr_schedule", {"constant_with_warmup": "constant"}),
+    "max_grad_norm": ("clip_norm", {0: None}),
+    "max_length": ("seq_len", {}),
+    "max_seq_length": ("seq_len", {}),
+    "model_name_or_path": ("model", {}),
+    "optim": ("optimizer", {"adamw_torch": "adamw"}),
+    "per_device_train_batch_size": ("micro_batch", {}),
+    "tokenizer_name": ("tokenizer", {}),
+    "torch_compile": ("compile", {}),
+}
+_LENGTH = "how long to train is no field of a Spec"
+# Their names for what no field says, with the reason and a hint.
+NOT_FIELDS: Mapping[str, tuple[str, str]] = {
+    "eval_steps": ("how often to evaluate is no field of a Spec", "give lab.run(evaluate=50)"),
+    "max_steps": (_LENGTH, "give lab.run(steps=...), and decay_steps where the rate falls"),
+    "num_train_epochs": (_LENGTH, "give lab.run(steps=...): samples x epochs / global batch"),
+    "output_dir": ("where checkpoints go is no field of a Spec", "give lab.run(save=folder)"),
+    "save_steps": ("how often to save is no field of a Spec", "give lab.run(save=CheckpointConfig(folder, every=50))"),
+    "warmup_ratio": ("a warm-up has a number of steps here", "give warmup_steps"),
+}
+
+
+def own_names(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Changes with names of transformers and TRL replaced by those of the fields, each said once in a process; of a list,
+    as `Lab.compare` takes it, each value. Raises SpecError for two names of one field."""
+    own: dict[str, Any] = {}
+    for name, value in changes.items():
+        field, values = ALIASES.get(name, (name, {}))
+        if field in own or (field != name and field in changes):
+            raise SpecError(field, f"{name} means it too", "give one of the two")
+        if field != name:
+            _say_once(f"{name} is {field} here")
+        many = isinstance(value, list)
+        given = [values.get(v, v) if isinstance(v, Hashable) else v for v in (value if many else [value])]
+        own[field] = given if many else given[0]
+    return own
+
+
+@cache
+def _say_once(note: str) -> None:
+    logging.getLogger(__name__).warning(note)

@@ -8,6 +8,7 @@ neither torch nor numpy. Whether a model or a text exists is checked by `fsdp_la
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import json
 import math
@@ -410,9 +411,10 @@ class Spec:
         return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
     def replace(self, **changes: Any) -> Spec:
-        """A copy with fields replaced, by flat name: `spec.replace(sharding="shard_grad_op", micro_batch=8)`."""
+        """A copy with fields replaced, by flat name: `spec.replace(sharding="shard_grad_op", micro_batch=8)`; also
+        by the names of transformers' Trainer where they mean the same (`fsdp_lab.spec.fields.ALIASES`)."""
         parts: dict[str, dict[str, Any]] = {"workload": {}, "strategy": {}, "": {}}
-        for name, value in changes.items():
+        for name, value in fields.own_names(changes).items():
             parts[part_of(name)][name] = value
         return Spec(
             workload=parts[""].pop("workload", None) or dataclasses.replace(self.workload, **parts["workload"]),
@@ -631,8 +633,10 @@ def _check_devices(devices: Any, world_size: int) -> tuple[str, ...]:
     return tuple(devices)
 
 
-def _check_link(text: Any) -> str:
-    """The link in canonical spelling, so that equal links make equal Specs."""
+def _check_link(text: Any) -> str | None:
+    """The link in canonical spelling, so that equal links make equal Specs; None for "off"."""
+    if isinstance(text, str) and text and FIELDS["link"].means_none(text):
+        return None
     try:
         return LinkSpec.parse(text).text
     except LinkError as e:
@@ -665,7 +669,11 @@ def part_of(name: str) -> str:
     for part, kind in {**PARTS, "": Spec}.items():
         if name in {f.name for f in dataclasses.fields(kind)}:
             return part
-    raise SpecError(name, "there is no such field", "see the fields of Workload, Strategy and Spec")
+    if name in fields.NOT_FIELDS:
+        raise SpecError(name, *fields.NOT_FIELDS[name])
+    similar = difflib.get_close_matches(name, FIELDS, n=2)
+    hint = f"did you mean {' or '.join(similar)}" if similar else "help(fsdp_lab.Spec) names the fields"
+    raise SpecError(name, "there is no such field", hint)
 
 
 def check_field(name: str, value: Any) -> None:

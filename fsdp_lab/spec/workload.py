@@ -20,6 +20,7 @@ DROPOUTS = ("off", "config")
 RANDOM, OWN = "random", "own"  # initial values; other values of `weights` are folders
 PACKINGS = ("packed", "padded")
 LORA_FIELD = "workload.lora"
+_OF_PEFT = {"lora_alpha": "alpha", "target_modules": "targets", "lora_dropout": ""}  # "": 0 alone is possible
 _LORA_HINT = 'give {"r": 8}, and if you like alpha (a number above 0) and targets (a list of module names)'
 
 
@@ -51,13 +52,17 @@ class Lora:
 
     @classmethod
     def of(cls, given: Any) -> Lora | None:
-        """Makes one from its fields as a mapping, or None."""
+        """Makes one from its fields as a mapping, also by peft's names, or None."""
         if given is None or isinstance(given, cls):
             return given
-        names = {f.name for f in dataclasses.fields(cls)}
-        if not isinstance(given, Mapping) or not set(given) <= names or "r" not in given:
+        names = {f.name: f.name for f in dataclasses.fields(cls)} | _OF_PEFT
+        if not isinstance(given, Mapping) or not set(given) <= set(names) or "r" not in given:
             raise SpecError(LORA_FIELD, f"{given!r} is refused", _LORA_HINT, {"lora": None})
-        return cls(**given)
+        if given.get("lora_dropout"):
+            hint, fix = "leave lora_dropout out", {"lora": {n: v for n, v in given.items() if n != "lora_dropout"}}
+            raise SpecError(LORA_FIELD, "adapters have no dropout here", hint, fix)
+        own = {names[name]: value for name, value in given.items() if names[name]}
+        return cls(**own)
 
     @property
     def scale(self) -> float:

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from fsdp_lab.base.errors import SpecError
+from fsdp_lab.runs.sweep import value_lists
 from fsdp_lab.spec import spec as vocabulary
 from fsdp_lab.spec.describe import describe_changes, describe_field, describe_fields, differing_fields, flat_fields
+from fsdp_lab.spec.fields import ALIASES
 from fsdp_lab.spec.link import OFFERED, LinkError, LinkSpec, format_latency, format_rate, split_list
 from fsdp_lab.spec.optimizer import OPTIMIZERS, LrSchedule
 from fsdp_lab.spec.spec import PRECISIONS, Precision, Spec, Strategy
@@ -150,6 +152,25 @@ def test_replace_routes_flat_names_and_changes_nothing_else() -> None:
     of_strategy = {"backend": ("ddp", "lab"), "sharding": ("no_shard", "full_shard")}
     others = {"micro_batch": (8, 4), "world_size": (3, 2), "devices": (["cpu"] * 3, None)}
     assert after.difference(before) == of_strategy | others and before == Spec() and after.global_batch == 24
+
+
+def test_names_of_trainer_and_peft_are_taken_and_ours_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    theirs = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "learning_rate": 1e-3, "bf16": True,
+              "gradient_checkpointing": True, "max_grad_norm": 0, "lr_scheduler_type": "constant_with_warmup",
+              "warmup_steps": 5, "optim": "adamw_torch", "model_name_or_path": "gpt2-1m", "max_seq_length": 64,
+              "lora": {"r": 4, "lora_alpha": 16, "target_modules": ["c_attn"], "lora_dropout": 0.0}}  # fmt: skip
+    ours = {"micro_batch": 8, "accumulate": 2, "lr": 1e-3, "precision": "bf16", "recompute": "full", "clip_norm": None,
+            "lr_schedule": "constant", "warmup_steps": 5, "optimizer": "adamw", "model": "gpt2-1m", "seq_len": 64,
+            "lora": {"r": 4, "alpha": 16, "targets": ["c_attn"]}}  # fmt: skip
+    assert Spec().replace(**theirs) == Spec().replace(**theirs) == Spec().replace(**ours, link="off")
+    assert caplog.messages.count("per_device_train_batch_size is micro_batch here") <= 1
+    assert value_lists({"bf16": [True, False], "lr": 1.0}) == {"precision": ["bf16", "fp32"], "lr": [1.0]}
+    assert {own for own, _ in ALIASES.values()} <= set(vocabulary.FIELDS) and not set(ALIASES) & set(vocabulary.FIELDS)
+    for wrong, said in (({"num_train_epochs": 3}, "give lab.run(steps="),
+                        ({"lr": 1.0, "learning_rate": 1.0}, "means it too"),
+                        ({"optimiser": "sgd"}, "did you mean optimizer"),
+                        ({"lora": {"r": 4, "lora_dropout": 0.1}}, "leave lora_dropout out")):  # fmt: skip
+        assert said in str(Spec().validate(**wrong))
 
 
 @pytest.mark.parametrize(("sync", "accumulate", "communicating"), [
