@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.base.errors import ArgumentError, SpecError, check_whole, is_whole
 from fsdp_lab.base.formatting import Table
-from fsdp_lab.base.generation import Sampling, checked_prompts
+from fsdp_lab.base.generation import Prompt, Sampling, checked_prompts
 from fsdp_lab.base.process import ranks_per_host
 from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.cluster.assembly import StartProgress
@@ -499,11 +499,13 @@ class Lab:
             raise ClusterError(f"the checkpoint could not be written: {error}")
         return find(saves[-1]["path"])
 
-    def generate(self, prompts: str | Sequence[str], **sampling: Any) -> list[str]:
+    def generate(self, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[str]:
         """Continues a text or several by the model that the ranks hold; a run in progress does it after its chunk.
 
             lab.generate("The capital of France is", new_tokens=8)
+            lab.generate([{"role": "user", "content": "What is the capital of France?"}])
 
+        A chat becomes tokens by the tokenizer's template, as does a text where the data of the run are chats.
         `sampling`: fields of `fsdp_lab.base.generation.Sampling`: new_tokens, temperature, top_k, top_p, seed.
 
         Raises ArgumentError: of a prompt or of `sampling`, or the model does not continue texts. ClusterError: the ranks
