@@ -13,11 +13,8 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 # Import name -> distribution, if not the same.
 DISTRIBUTIONS = {"IPython": "ipython", "PIL": "pillow"}
 # Package -> the extra of pyproject.toml that brings it.
-EXTRAS = {
-    "peft": "lora",
-    **dict.fromkeys(("mlflow", "tensorboard", "trackio", "wandb"), "trackers"),
-    **dict.fromkeys(("anywidget", "bokeh", "ipywidgets", "jinja2"), "page"),
-}
+EXTRAS = {"peft": "lora"} | dict.fromkeys(("mlflow", "tensorboard", "trackio", "wandb"), "trackers")
+EXTRAS |= dict.fromkeys(("anywidget", "bokeh", "ipywidgets", "jinja2"), "page")
 
 
 class Cause(StrEnum):

@@ -64,10 +64,7 @@ class Completion:
 def checked_prompts(prompts: object, field: str = "prompts") -> tuple[Prompt, ...]:
     """One text or chat, or several. Raises ArgumentError."""
     given = [prompts] if isinstance(prompts, str) or _is_chat(prompts) else prompts
-    wanted = (
-        'give a text, or a list of texts, none of them empty or with half of a surrogate pair, or a chat: [{"role": '
-        '"user", "content": "..."}]'
-    )
+    wanted = 'give a text, or a list of texts, none empty or with half of a surrogate pair, or a chat: [{"role": ...}]'
     if not isinstance(given, Sequence) or isinstance(given, (bytes, Mapping)) or not given:
         raise ArgumentError(field, f"{prompts!r} is refused", wanted)
     for prompt in given:
@@ -79,8 +76,8 @@ def checked_prompts(prompts: object, field: str = "prompts") -> tuple[Prompt, ..
 
 def _is_chat(given: object) -> bool:
     """Whether it is a list of messages."""
-    is_list = isinstance(given, (list, tuple)) and bool(given)
-    return is_list and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in given)  # type: ignore[attr-defined]
+    messages = given if isinstance(given, (list, tuple)) else ()
+    return bool(messages) and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages)
 
 
 def prompt_text(prompt: Prompt) -> str:

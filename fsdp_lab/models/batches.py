@@ -98,8 +98,7 @@ class Batches:
         return float(labels) * parts / float(self.source.labels[self._order(step)].sum())
 
     def held_out(self, count: int) -> Iterator[tuple[Batch, float]]:
-        """This rank's part of `count` held-out samples, or of all if they are fewer, as (batch, for how many samples its
-        mean loss counts).
+        """This rank's part of `count` held-out samples, or of all, as (batch, for how many samples its mean loss counts).
 
         That is the number of its samples, or, where they have different numbers of labels, its share of all labels times
         `count`. The samples are spread evenly over all that are held out and do not depend on world size or micro-batch.

@@ -189,8 +189,7 @@ def held_out_count(workload: Workload, count: int) -> int:
 
 
 def check_held_out(workload: Workload, count: int, evaluated: int) -> int:
-    """Returns how many are evaluated: `evaluated`, or all that are held out of `count` samples. Raises SpecError if that is
-    none."""
+    """Returns how many can be `evaluated`: at most all that are held out of `count`. Raises SpecError if that is none."""
     held = held_out_count(workload, count)
     if evaluated and not held:
         share = (math.ceil(1000 / max(count, 1)) + 1) / 1000  # a little more than one sample needs

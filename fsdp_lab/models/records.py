@@ -2,10 +2,9 @@
 
 A text file is one sample, or, by lines, one for each line that is not blank. A file of records (JSON, Parquet, Arrow, a
 folder that `datasets` saved, a dataset of the Hugging Face Hub) has a sample in each record, in the column
-`Workload.text_field`, or in the usual columns of chats and of questions with answers (`_SHAPES`); a chat's tools are in the
-column "tools". `datasets` reads them, and is imported then. A folder is one
-of records if all its files are, apart from those about the data; one with files of records and others is refused, but
-a .json beside text is text.
+`Workload.text_field` or those of `_SHAPES`; a chat's tools are in the column "tools". `datasets` reads them, and is imported
+then. A folder is one of records if all its files are, apart from those about the data; one with files of records and others
+is refused, but a .json beside text is text.
 
 Note: the digest. Every rank needs it before it knows whether there is anything to do, whatever the size of the data. So it
 has of each file the name, the size and the time of the last change.
@@ -92,7 +91,7 @@ class Records:
 
     def _samples(self, path: Path, kind: Format) -> Iterator[Sample]:
         number = 0
-        for number, row in enumerate(_rows(path, kind, self._columns), 1):
+        for number, row in enumerate(_rows(path, kind, (self.field, self.pair, _INPUT)), 1):
             value: Any = _paired(row, self.field, self.pair, self.is_chat) if self.pair else row.get(self.field)
             if not self.is_chat:
                 reason = "" if isinstance(value, str) else f"is {_kind(value)}, not text"
@@ -107,10 +106,6 @@ class Records:
             yield Sample(str(path), number, value)
         if number == 0:
             raise refusal(f"{path}: has no records", "remove that file")
-
-    @property
-    def _columns(self) -> tuple[str, ...]:
-        return (self.field, self.pair, _INPUT) if self.pair else (self.field,)
 
     def digest(self) -> str:
         """See the note."""
@@ -189,15 +184,10 @@ def chat_error(value: Any) -> str:
 
 
 def _with_roles(chat: Any) -> Any:
-    """A chat's messages with "role" and "content" for ShareGPT's "from" and "value"."""
-    if not isinstance(chat, list):
+    """A chat's messages, where they have ShareGPT's "from" and "value", with "role" and "content"."""
+    if not isinstance(chat, list) or not all(isinstance(m, dict) and {"from", "value"} <= m.keys() for m in chat):
         return chat
-    return [
-        {"role": _ROLES.get(m["from"], m["from"]), "content": m["value"]}
-        if isinstance(m, dict) and {"from", "value"} <= m.keys()
-        else m
-        for m in chat
-    ]
+    return [{"role": _ROLES.get(m["from"], m["from"]), "content": m["value"]} for m in chat]
 
 
 def _paired(row: Mapping[str, Any], field: str, pair: str, is_chat: bool) -> Any:

@@ -40,15 +40,12 @@ def encoded(spec: Spec, batches: Batches, prompts: Sequence[Prompt], sampling: S
         does = "classifies images" if facts.kind == "image" else "fills masked tokens"
         hint = "train a causal or encoder-decoder model, such as gpt2-1m"
         raise ArgumentError("prompts", f"{facts.model_type} {does} and does not continue a text", hint)
-    tokenizer, by_template = batches.tokenizer, batches.source.is_chat
-    texts = []
+    tokenizer, texts = batches.tokenizer, []
     for prompt in checked_prompts(prompts):
-        if isinstance(prompt, str) and not by_template:
-            texts += tokenizer.encode([prompt], whole=True)
-            continue
         chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        is_text = isinstance(prompt, str) and not batches.source.is_chat
         try:
-            texts.append(tokenizer.encode_prompt(chat))
+            texts += tokenizer.encode([str(prompt)], whole=True) if is_text else [tokenizer.encode_prompt(chat)]
         except InexactChat as e:
             raise ArgumentError("prompts", f"{_short(prompt)} is a chat, and {e}", "give a text instead") from None
     most = facts.max_positions

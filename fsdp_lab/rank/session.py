@@ -151,7 +151,7 @@ class Session:
         wanted, require = self._spec(spec), _evaluable(**required)
         with self._exclusive():
             carried = self._lifecycle.apply(run, wanted, require, fresh=fresh)
-        return self._applied(start_s, carried=carried, evaluated=required.get("evaluated", 0))
+        return self._applied(start_s, required.get("evaluated", 0), carried=carried)
 
     def train(
         self,
@@ -338,7 +338,7 @@ class Session:
         wanted, require = self._spec(spec), _evaluable(**required)
         with self._exclusive():
             notes = self._lifecycle.restore(run, wanted, str(on_this_host(path)), require)
-        return self._applied(start_s, carried=True, evaluated=required.get("evaluated", 0), notes=notes)
+        return self._applied(start_s, required.get("evaluated", 0), carried=True, notes=notes)
 
     # -- slow motion ----------------------------------------------------------------------------------------------
 
@@ -480,7 +480,7 @@ class Session:
                 self._lifecycle.rebuild()
 
     def _applied(
-        self, start_s: float, *, carried: bool, evaluated: int = 0, notes: Sequence[str] = ()
+        self, start_s: float, evaluated: int = 0, *, carried: bool, notes: Sequence[str] = ()
     ) -> dict[str, Any]:
         trainer = self._lifecycle.require()
         if (held := trainer.batches.check_held_out(evaluated)) < evaluated:

@@ -230,9 +230,8 @@ class Trainer:
         return dataclasses.replace(event, checksum=checksum(self.backend), replica=replica)
 
     def evaluated(self, event: StepEvent, samples: int) -> StepEvent:
-        """The event of the step that has just ended, with the mean loss of so many held-out samples, or of all that there
-        are; collective, and not part of the step's time or traffic. Raises SpecError if there are none; RankAborted or
-        WireTimeout."""
+        """The event of the step that has just ended, with the mean loss of so many held-out samples, or of all; collective,
+        and not part of the step's time or traffic. Raises SpecError if there are none; RankAborted or WireTimeout."""
         total = torch.zeros((), dtype=torch.float64, device=self.info.device)
         w = self.spec.workload
         with self.backend.evaluating():

@@ -4,7 +4,7 @@ import contextlib
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -100,7 +100,6 @@ def _doing(s: RankStatus) -> str:
 
 
 _RANKS_OPTION = re.compile(r"(?:--ranks?(?:\s+|=)(\d+(?:\s*,\s*\d+)*))?")
-_POLL_S = 0.1
 OUTPUT_S = 5.0  # for what a cell wrote to arrive, after its end
 
 
@@ -142,9 +141,7 @@ class LabMagics:
         not communicate then."""
         given, lab = _RANKS_OPTION.fullmatch(line.strip()), self.open_lab
         if given is None:
-            raise ArgumentError(
-                "%%ranks", f"{line!r} is refused", "give --rank 1, --rank 0,2, or nothing for all ranks"
-            )
+            raise ArgumentError("%%ranks", f"{line!r} is refused", "give --rank 1, --rank 0,2, or nothing for all")
         if lab is None:
             raise ClusterError("there is no open lab in this notebook; start one with %lab 2, or Lab(ranks=2)")
         engines = lab.cluster.engine_ids
@@ -156,7 +153,7 @@ class LabMagics:
         view = lab.client.direct_view([engines[rank] for rank in ranks])
         result, printed = view.execute(cell, silent=False, block=False), RankOutput(ranks)
         try:
-            while not result.wait(_POLL_S):
+            while not result.wait(0.1):
                 printed.show(result.stdout, result.stderr)
         except KeyboardInterrupt:
             lab.cluster.interrupt(cells=True)
@@ -168,8 +165,8 @@ class LabMagics:
             where, error = " and ".join(str(rank) for rank, _ in failed), failed[0][1]
             print(error.traceback, file=sys.stderr)
             raise ClusterError(f"the cell failed on rank {where}: {error.ename}: {error.evalue}")
-        if not result.successful():
-            raise ClusterError(f"the cell did not end on each rank ({result.exception()}); lab.status() shows them")
+        if not (result.ready() and result.successful()):
+            raise ClusterError("the cell did not end on all ranks; lab.status() shows what they do")
 
 
 class RankOutput:
@@ -188,16 +185,13 @@ class RankOutput:
                     print(f"[rank {rank}] {line}", file=stream)
                 self._shown[rank, stream] = max(begin, end)
 
-    def show_rich(
-        self, outputs: Sequence[Sequence[Mapping[str, Any]]], values: Sequence[Mapping[str, Any] | None]
-    ) -> None:
+    def show_rich(self, outputs: Sequence[Any], values: Sequence[Any]) -> None:
         """Displays pictures and such, and the value of the last expression."""
         from IPython.display import display
 
         for rank, shown, value in zip(self._ranks, outputs, values, strict=True):
             for one in filter(None, [*shown, value]):
-                if set(one["data"]) == {"text/plain"}:
-                    print(f"[rank {rank}] {one['data']['text/plain']}")
-                    continue
-                print(f"[rank {rank}]", flush=True)
-                display(one["data"], raw=True, metadata=one["metadata"])  # type: ignore[no-untyped-call]
+                is_plain = set(one["data"]) == {"text/plain"}
+                print(f"[rank {rank}]", one["data"]["text/plain"] if is_plain else "", flush=True)
+                if not is_plain:
+                    display(one["data"], raw=True, metadata=one["metadata"])  # type: ignore[no-untyped-call]

@@ -6,15 +6,18 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from html import escape
+from typing import Any, TypeVar
 
 from fsdp_lab.base.errors import SpecError, is_number, is_whole
 from fsdp_lab.spec.user_code import UserCode, is_code
 
 AUTO = "auto"
+Kind = TypeVar("Kind")
 _WITH_THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")  # commas as people write them, and no decimal ones
 
 
@@ -103,8 +106,23 @@ class FieldRow:
     def write(self, value: Any) -> str:
         """A value as text to be changed."""
         if isinstance(value, list | tuple):
-            return ", ".join(value)
+            return ", ".join(map(str, value))
         return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+    def shown(self, value: Any) -> str:
+        """A value in words."""
+        return self.none if value is None else self.write(value) if self.text is None else self.text(value)
+
+    @property
+    def sentence(self) -> str:
+        """What it is, with its label where the name does not say that."""
+        return self.help if self.label == self.name.replace("_", " ") else f"{self.label}: {self.help}"
+
+    def line(self, default: Any) -> str:
+        """What it is, what it takes, and its default."""
+        named = ", ".join([*map(str, self.tokens), *filter(None, [self.others])])
+        takes = named or self.wanted or (self.typed and f"such as {self.typed}")
+        return "; ".join(filter(None, [self.sentence, takes, f"default: {self.shown(default)}"]))
 
 
 def knob(default: Any, row: FieldRow, *limits: Limit, **more: Any) -> Any:
@@ -121,6 +139,34 @@ def rows_of(kind: Any) -> dict[str, FieldRow]:
         label = row.label or f.name.replace("_", " ")
         rows[f.name] = replace(row, name=f.name, type=of, label=label, choices=choices)
     return rows
+
+
+def documented(*parts: type) -> Callable[[type[Kind]], type[Kind]]:
+    """A decorator that adds the fields of a dataclass, and of `parts` before them, to its docstring, a sentence each."""
+
+    def add(kind: type[Kind]) -> type[Kind]:
+        lines = [
+            f"    {name}: {row.line(getattr(part, name))}."
+            for part in (*parts, kind)
+            for name, row in rows_of(part).items()
+        ]
+        wrapped = [textwrap.fill(line, 110, subsequent_indent=" " * 8) for line in lines]
+        kind.__doc__ = "\n".join([str(kind.__doc__), "", "    Fields:", *wrapped])
+        return kind
+
+    return add
+
+
+def html_table(values: Mapping[str, Any], rows: Mapping[str, FieldRow], bold: Collection[str]) -> str:
+    """Fields with their values and what they are, those in `bold` in bold."""
+    cells = [(name, rows[name].shown(value), rows[name].sentence) for name, value in values.items()]
+    lines = [
+        "".join(
+            f'<td style="text-align:left{";font-weight:bold" if row[0] in bold else ""}">{escape(c)}</td>' for c in row
+        )
+        for row in cells
+    ]
+    return f"<table><tr>{'</tr><tr>'.join(lines)}</tr></table>"
 
 
 def only(of: str, allowed: tuple[Any, ...], why: str, hint: str = "", *, fix: Any = None, other: str = "") -> Limit:
@@ -177,25 +223,22 @@ def check_fields(prefix: str, part: Any) -> None:
 
 # -- names of other libraries ----------------------------------------------------------------------------------------
 
-# Of transformers' TrainingArguments and TRL -> the field that means the same, and those of their values that differ.
-ALIASES: Mapping[str, tuple[str, Mapping[Any, Any]]] = {
-    "bf16": ("precision", {True: "bf16", False: "fp32"}),
-    "dataset_name": ("data", {}),
-    "dataset_text_field": ("text_field", {}),
-    "fp16": ("precision", {True: "fp16", False: "fp32"}),
-    "gradient_accumulation_steps": ("accumulate", {}),
-    "gradient_checkpointing": ("recompute", {True: "full", False: "none"}),
-    "learning_rate": ("lr", {}),
-    "lr_scheduler_type": ("lr_schedule", {"constant_with_warmup": "constant"}),
-    "max_grad_norm": ("clip_norm", {0: None}),
-    "max_length": ("seq_len", {}),
-    "max_seq_length": ("seq_len", {}),
-    "model_name_or_path": ("model", {}),
-    "optim": ("optimizer", {"adamw_torch": "adamw"}),
-    "per_device_train_batch_size": ("micro_batch", {}),
-    "tokenizer_name": ("tokenizer", {}),
-    "torch_compile": ("compile", {}),
+# fmt: off
+# Of transformers' TrainingArguments and TRL -> the field that means the same.
+ALIASES: Mapping[str, str] = {
+    "bf16": "precision", "dataset_name": "data", "dataset_text_field": "text_field", "fp16": "precision",
+    "gradient_accumulation_steps": "accumulate", "gradient_checkpointing": "recompute", "learning_rate": "lr",
+    "lr_scheduler_type": "lr_schedule", "max_grad_norm": "clip_norm", "max_length": "seq_len", "max_seq_length": "seq_len",
+    "model_name_or_path": "model", "optim": "optimizer", "per_device_train_batch_size": "micro_batch",
+    "tokenizer_name": "tokenizer", "torch_compile": "compile",
 }
+# Their values that have another name here.
+_VALUES: Mapping[str, Mapping[Any, Any]] = {
+    "bf16": {True: "bf16", False: "fp32"}, "fp16": {True: "fp16", False: "fp32"}, "max_grad_norm": {0: None},
+    "gradient_checkpointing": {True: "full", False: "none"}, "lr_scheduler_type": {"constant_with_warmup": "constant"},
+    "optim": {"adamw_torch": "adamw"},
+}
+# fmt: on
 _LENGTH = "how long to train is no field of a Spec"
 # Their names for what no field says, with the reason and a hint.
 NOT_FIELDS: Mapping[str, tuple[str, str]] = {
@@ -203,7 +246,6 @@ NOT_FIELDS: Mapping[str, tuple[str, str]] = {
     "max_steps": (_LENGTH, "give lab.run(steps=...), and decay_steps where the rate falls"),
     "num_train_epochs": (_LENGTH, "give lab.run(steps=...): samples x epochs / global batch"),
     "output_dir": ("where checkpoints go is no field of a Spec", "give lab.run(save=folder)"),
-    "save_steps": ("how often to save is no field of a Spec", "give lab.run(save=CheckpointConfig(folder, every=50))"),
     "warmup_ratio": ("a warm-up has a number of steps here", "give warmup_steps"),
 }
 
@@ -213,7 +255,7 @@ def own_names(changes: Mapping[str, Any]) -> dict[str, Any]:
     as `Lab.compare` takes it, each value. Raises SpecError for two names of one field."""
     own: dict[str, Any] = {}
     for name, value in changes.items():
-        field, values = ALIASES.get(name, (name, {}))
+        field, values = ALIASES.get(name, name), _VALUES.get(name, {})
         if field in own or (field != name and field in changes):
             raise SpecError(field, f"{name} means it too", "give one of the two")
         if field != name:

@@ -85,27 +85,28 @@ _KEEPS_LOW = (
 )
 
 
+@fields.documented()
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """The dtype of each role; None leaves it as the computation produces it. Master shards are always fp32."""
 
     # fmt: off
-    param: str = knob("fp32", one_of(DTYPES))  # unsharded parameters, hence matrix products, activations
-    reduce: str = knob("fp32", one_of(DTYPES))  # gradients while they are reduced
-    # What the root module returns.
+    param: str = knob("fp32", one_of(DTYPES), help="Unsharded parameters, hence matrix products and activations")
+    reduce: str = knob("fp32", one_of(DTYPES), help="Gradients while they are reduced")
     output: str | None = knob(
-        None, one_of(DTYPES), only("ddp fsdp1", (None,), "{} has no dtype for outputs", "leave it empty")
+        None, one_of(DTYPES), only("ddp fsdp1", (None,), "{} has no dtype for outputs", "leave it empty"),
+        help="What the root module returns",
     )
-    buffer: str | None = knob(None, one_of(DTYPES))  # floating-point buffers
-    # Normalisation layers except BatchNorm, which stays fp32; None: as the other parameters.
+    buffer: str | None = knob(None, one_of(DTYPES), help="Floating-point buffers")
     norm: str | None = knob(
         None, one_of(DTYPES), only("fsdp2 fsdp1 ddp", (None,), "{} has no dtype of their own for normalisation layers",
                                    "leave it empty", other="use backend lab"),
+        help="Normalisation layers except BatchNorm, which stays fp32; auto: as the other parameters",
     )
-    # Gradient shards stay in the reduce dtype until the optimizer's step.
     keep_low_precision_gradients: bool = knob(
         False, BOOL, only("ddp fsdp2", (False,), _KEEPS_FP32, "leave it false", other="use backend lab"),
         only("fsdp1", (False,), _KEEPS_LOW, "leave it false", other="use backend lab"),
+        help="Gradient shards stay in the reduce dtype until the optimizer's step",
     )
     # fmt: on
 
@@ -148,6 +149,7 @@ def _group_sizes(now: Mapping[str, Any]) -> Sequence[int | None]:
     return (None, *sorted({1, *_divisors(now["world_size"]), now["world_size"]}))
 
 
+@fields.documented()
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
     """How the work is sharded, and by which backend. `Spec` refuses what a backend cannot do."""
@@ -205,7 +207,7 @@ class Strategy:
         only(YOURS, (None,), _ONE_AHEAD),
         only("ddp", (None, 0), "DDP gathers no parameters", "use 0", fix=0),
         only("fsdp1", (None, 0, 1), _FSDP1_ONE_AHEAD, "use 0 or 1", fix=1),
-        group="Schedule", help="Units gathered ahead", choices=(None, 0, 1, 2, 3), typed="4",
+        group="Schedule", help="Units gathered ahead in the forward", choices=(None, 0, 1, 2, 3), typed="4",
         automatic=lambda now: BACKEND_TRAITS[now["backend"]].own_prefetch or str(PrefetchPolicy().forward_prefetch),
     )
     backward_prefetch: int = knob(
@@ -214,7 +216,7 @@ class Strategy:
         only("fsdp1", (1, 0), _FSDP1_ONE_AHEAD, "use 0 or 1"),
         Limit(of=("fsdp2",), allows=lambda v: v >= 1, fix=1, why="FSDP2 always prefetches in the backward",
               hint="use 1 or more", other=""),
-        group="Schedule", help="Units gathered ahead", most=16,
+        group="Schedule", help="Units gathered ahead in the backward", most=16,
     )
     # Issued before the backward of the unit that computes, or after it.
     backward_prefetch_point: str = knob(
@@ -251,8 +253,10 @@ class Strategy:
         False, BOOL, only(YOURS, (False,), "the lab calls your engine from hooks that a compiler would leave out"),
         group="Schedule", help="torch.compile of each block", planned=True, choices=(False, True),
     )
-    # Code: the class of backend "yours" (fsdp_lab/backends/yours.py); the other backends do not look at it.
-    engine: str | Mapping[str, Any] | None = knob(None, _ENGINE, none="off", code=True, in_name=True, text=code_name)
+    # The other backends do not look at it.
+    engine: str | Mapping[str, Any] | None = knob(
+        None, _ENGINE, help="The class of backend yours", none="off", code=True, in_name=True, text=code_name
+    )
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -340,6 +344,7 @@ class Strategy:
         )
 
 
+@fields.documented(Workload, Strategy)
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """One thing that can be run: a workload, a strategy and a world size, valid as a whole. Raises SpecError for a field, or
@@ -400,6 +405,18 @@ class Spec:
         if not isinstance(d, dict):
             raise SpecError("spec", "is not a JSON object", 'write {"workload": {...}, "strategy": {...}}')
         return cls.from_dict(d)
+
+    def __repr__(self) -> str:
+        """What differs from the default, as code that makes an equal Spec; code of the user's by its name."""
+        changed = {name: own for name, (own, _) in self.difference(Spec()).items()}
+        changed |= {name: code_name(value) for name, value in changed.items() if FIELDS[name].code and is_code(value)}
+        if "precision" in changed:
+            changed["precision"] = self.strategy.precision
+        return f"Spec().replace({', '.join(f'{name}={v!r}' for name, v in changed.items())})" if changed else "Spec()"
+
+    def _repr_html_(self) -> str:
+        """Every field with its value and what it is; what differs from the default in bold."""
+        return fields.html_table(self.flat(), FIELDS, set(self.difference(Spec())))
 
     @cached_property
     def id(self) -> str:

@@ -109,6 +109,7 @@ def _described(given: Any) -> str:
     return " ".join(name if v is True else f"{name}={v}" for name, v in given.items() if v is not None) or "none"
 
 
+@fields.documented()
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """The model, the data and the optimizer that are trained. A step sees micro_batch x accumulate x world_size samples."""
@@ -125,9 +126,11 @@ class Workload:
         None, _WEIGHTS, group="Training", help="Where values begin. A change begins at step 0", tokens=(RANDOM, OWN),
         others="or a folder", typed="/my/weights", lineage=True, of_configs=True, path=True,
     )
-    # Patterns (fnmatch) of parameters that begin random where the weights lack them or have another shape; also of tensors
-    # that the weights have and the model does not.
-    fresh_weights: tuple[str, ...] | None = knob(None, _PATTERNS, json=True, lineage=True, of_configs=True)
+    # Also of tensors that the weights have and the model does not.
+    fresh_weights: tuple[str, ...] | None = knob(
+        None, _PATTERNS, json=True, lineage=True, of_configs=True,
+        help="Patterns (fnmatch) of parameters that begin random where the weights lack them or have another shape",
+    )
     # Python's own source; a file or folder of text or of records (JSON lines, Parquet, Arrow, saved by `datasets`);
     # "org/name" on the Hugging Face Hub, of which the split "train"; "images", or a folder of images; or code: a dataset,
     # or what makes one.
@@ -140,11 +143,15 @@ class Workload:
         None, _TOKENIZER, group="Training", help="What makes text into tokens", tokens=("bytes", OWN),
         others="or a folder", typed="/my/tokenizer", samples=True, live=True, of_text=True, of_configs=True, path=True,
     )
-    # Of records; None: "text", or else "messages" (chat).
-    text_field: str | None = knob(None, _COLUMN, samples=True, live=True, of_text=True, of_configs=True)
-    # packed: samples are joined and cut into windows of seq_len; padded: one sample a row.
-    packing: str = knob("packed", one_of(PACKINGS), samples=True, live=True, of_text=True, of_configs=True)
-    held_out: float = knob(0.05, _SHARE, live=True)  # of the samples, at the end of the data: not trained on
+    text_field: str | None = knob(
+        None, _COLUMN, help="The column of records; auto: text, else messages, else a question with its answer",
+        samples=True, live=True, of_text=True, of_configs=True,
+    )
+    packing: str = knob(
+        "packed", one_of(PACKINGS), help="Samples joined and cut into windows of seq_len, or one sample a row",
+        samples=True, live=True, of_text=True, of_configs=True,
+    )
+    held_out: float = knob(0.05, _SHARE, help="Share of the samples, at the end, that is not trained on", live=True)
     seq_len: int = knob(
         128, whole(2), group="Workload", label="sequence length", help="Tokens of a sample",
         choices=(32, 64, 128, 256, 512, 1024), samples=True, live=True, of_configs=True,
@@ -157,9 +164,10 @@ class Workload:
         "adamw", _OPTIMIZER, group="Training", help="Or another class of torch.optim. A change begins at step 0",
         others="or another class of torch.optim", typed="RMSprop", lineage=True, bare=True,
     )
-    # Of the optimizer's class in torch.optim: {"fused": True, "betas": (0.9, 0.95)}; those at its default are left out.
+    # Those at their default are left out.
     optimizer_args: Mapping[str, Any] = knob(
-        Arguments(), _ARGUMENTS, json=True, same_work=True, bare=True, text=_described
+        Arguments(), _ARGUMENTS, help="Of the optimizer's class in torch.optim", json=True, same_work=True, bare=True,
+        text=_described,
     )
     lr: float = knob(3e-4, POSITIVE, group="Training", label="learning rate", help="The full rate", live=True)
     lr_schedule: str = knob(
@@ -171,9 +179,9 @@ class Workload:
     decay_steps: int | None = knob(
         None, whole(1), group="Training", help="Where linear and cosine end", none="none", least=None, live=True
     )
-    lr_end: float = knob(0.0, _END, live=True)  # the rate from there on, as a share of lr
-    weight_decay: float = knob(0.1, NOT_NEGATIVE, live=True)
-    clip_norm: float | None = knob(None, POSITIVE, none="off", live=True)  # of the global gradient; None: no clipping
+    lr_end: float = knob(0.0, _END, help="The rate from decay_steps on, as a share of lr", live=True)
+    weight_decay: float = knob(0.1, NOT_NEGATIVE, help="Of matrices; vectors have none", live=True)
+    clip_norm: float | None = knob(None, POSITIVE, help="Largest norm of the global gradient", none="off", live=True)
     dropout: str = knob(
         "off", one_of(DROPOUTS), group="Training", help="None, or as the model's config says", of_configs=True
     )
@@ -181,9 +189,10 @@ class Workload:
         None, _PATTERNS, only("yours", (None,), _ALL_TRAINED, "leave it out", other="use backend lab"), json=True,
         group="Training", help="Patterns of parameters that are not trained: *.wte.*, *.bias", none="nothing",
     )
-    # Parameters with rates of their own: lists of {"match": patterns, "lr": number, "weight_decay": number}; the first one
-    # that matches counts. The rest has `lr`, and `weight_decay` on matrices only.
-    param_groups: tuple[ParamGroup, ...] | None = knob(None, _GROUPS, json=True, none="off")
+    # The rest has `lr`, and `weight_decay` on matrices only.
+    param_groups: tuple[ParamGroup, ...] | None = knob(
+        None, _GROUPS, help="Parameters with rates of their own; the first that matches counts", json=True, none="off"
+    )
     # Low-rank adapters, which alone are trained: {"r": 8}, see `Lora`.
     lora: Lora | Mapping[str, Any] | None = knob(
         None, _LORA, only("yours", (None,), _ALL_TRAINED, "leave it out", other="use backend lab"), json=True,
@@ -191,9 +200,10 @@ class Workload:
         choices=(None, *map(_adapters, ("4", "8", "16"))), typed="32", reads=_adapters, lineage=True, of_configs=True,
         text=_described,
     )
-    seed: int = knob(0, whole(0), lineage=True)
-    # Code: (model, batch) -> scalar tensor, of a model that is code; None: the model of transformers computes its own.
-    loss: str | Mapping[str, Any] | None = knob(None, _LOSS, code=True)
+    seed: int = knob(0, whole(0), help="Of initial values, order of the samples, and dropout", lineage=True)
+    loss: str | Mapping[str, Any] | None = knob(
+        None, _LOSS, help="Of a model that is code: (model, batch) -> scalar tensor; auto: the model's own", code=True
+    )
     # fmt: on
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from fsdp_lab.base.errors import SpecError
 from fsdp_lab.runs.sweep import value_lists
 from fsdp_lab.spec import spec as vocabulary
 from fsdp_lab.spec.describe import describe_changes, describe_field, describe_fields, differing_fields, flat_fields
-from fsdp_lab.spec.fields import ALIASES
+from fsdp_lab.spec.fields import ALIASES, rows_of
 from fsdp_lab.spec.link import OFFERED, LinkError, LinkSpec, format_latency, format_rate, split_list
 from fsdp_lab.spec.optimizer import OPTIMIZERS, LrSchedule
 from fsdp_lab.spec.spec import PRECISIONS, Precision, Spec, Strategy
@@ -134,6 +134,23 @@ def test_each_field_is_refused_by_its_name(changes: dict[str, Any], field: str) 
     assert str(refusal) == f"{refusal.field}: {refusal.reason}; {refusal.hint}"
 
 
+def test_every_field_says_what_it_is_takes_and_is_by_default_in_help_repr_and_table() -> None:
+    told = " ".join(str(Spec.__doc__).split())
+    for name, row in (vocabulary.FIELDS | rows_of(Precision)).items():
+        assert row.help and row.line(None).count("; ") >= 1 + (name != "devices"), name
+        assert name in Precision.__dataclass_fields__ or f"{name}: {row.sentence}" in told, name
+    for part in (Strategy, Workload):
+        assert all(f" {name}: " in str(part.__doc__) for name in rows_of(part))
+    changed = Spec().replace(
+        lora={"r": 8}, micro_batch=2, precision=Precision(param="bf16"), freeze=["*.bias"], link="0.1 GB/s"
+    )
+    assert repr(Spec()) == "Spec()" and "micro_batch=2" in repr(changed) and "sharding" not in repr(changed)
+    assert eval(repr(changed)) == changed
+    rows = changed._repr_html_().split("<tr>")
+    assert {row.split(">", 2)[1].split("<")[0] for row in rows if "bold" in row} == set(changed.difference(Spec()))
+    assert len(rows) == 1 + len(vocabulary.FIELDS)
+
+
 @pytest.mark.parametrize(("text", "said"), [
     ("{", "spec: is not JSON (line 1"),
     ("[]", "spec: is not a JSON object"), ('{"workloads": {}}', "workloads: there is no such field"),
@@ -165,7 +182,7 @@ def test_names_of_trainer_and_peft_are_taken_and_ours_are_said_once(caplog: pyte
     assert Spec().replace(**theirs) == Spec().replace(**theirs) == Spec().replace(**ours, link="off")
     assert caplog.messages.count("per_device_train_batch_size is micro_batch here") <= 1
     assert value_lists({"bf16": [True, False], "lr": 1.0}) == {"precision": ["bf16", "fp32"], "lr": [1.0]}
-    assert {own for own, _ in ALIASES.values()} <= set(vocabulary.FIELDS) and not set(ALIASES) & set(vocabulary.FIELDS)
+    assert set(ALIASES.values()) <= set(vocabulary.FIELDS) and not set(ALIASES) & set(vocabulary.FIELDS)
     for wrong, said in (({"num_train_epochs": 3}, "give lab.run(steps="),
                         ({"lr": 1.0, "learning_rate": 1.0}, "means it too"),
                         ({"optimiser": "sgd"}, "did you mean optimizer"),
