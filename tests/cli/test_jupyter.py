@@ -97,10 +97,7 @@ LOOP = """
 import torch
 model = torch.nn.Linear(4, 4)
 sgd = torch.optim.SGD(model.parameters())
-for _ in range(8):
-    sgd.zero_grad()
-    model(torch.ones(2, 4)).sum().backward()
-    sgd.step()
+for _ in range(8): sgd.zero_grad(), model(torch.ones(2, 4)).sum().backward(), sgd.step()
 """
 
 

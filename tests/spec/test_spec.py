@@ -80,6 +80,9 @@ def test_whatever_is_refused_says_field_and_way_out_and_the_way_out_helps(w: Wor
 def test_hybrid_sharding_on_too_few_ranks_names_enough(ranks: int, enough: int) -> None:
     refused = Spec(world_size=ranks, devices=["cpu"] * ranks).validate(sharding="hybrid_shard")
     assert refused is not None and refused.fix == {"world_size": enough} and f"use {enough} ranks" in refused.hint
+    factors = [(Spec(world_size=n).replace(sharding="hybrid_shard", shard_size=size)).shard_factor
+               for n, size in ((6, None), (6, 2), (4, None))]  # fmt: skip
+    assert factors == [3, 2, 2] and Spec(world_size=6).shard_factor == 6
     again = Spec(world_size=ranks, devices=["cpu"] * ranks).validate(sharding="hybrid_shard", **refused.fix)
     assert again is not None and again.fix == {"devices": ["cpu"] * enough}, "CPUs that were named stay CPUs"
 
@@ -200,13 +203,6 @@ def test_the_micro_batches_that_communicate(sync: str | int, accumulate: int, co
     assert spec.communications == len(communicating)
     skips = len(communicating) < accumulate
     assert (spec.validate(backend="fsdp1", offload="all") is not None) is skips
-
-
-@pytest.mark.parametrize(("sharding", "world_size", "size", "factor"), [
-    ("full_shard", 6, None, 6), ("hybrid_shard", 6, None, 3), ("hybrid_shard", 6, 2, 2), ("hybrid_shard", 4, None, 2),
-])  # fmt: skip
-def test_sharding_factor(sharding: str, world_size: int, size: int | None, factor: int) -> None:
-    assert Spec(world_size=world_size).replace(sharding=sharding, shard_size=size).shard_factor == factor
 
 
 @pytest.mark.parametrize(("optimizer", "args", "said", "fix"), [
