@@ -59,21 +59,20 @@ def test_a_server_without_a_token_is_refused(code: int, refused: bool):
             jupyter.refuse_without_token(f"http://127.0.0.1:{server.server_port}")
 
 
-@pytest.fixture
-def installed(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The command of an environment of its own, into which pip installed a wheel; it sees the packages of this one."""
-    python, repo = [sys.executable, "-m"], Path(__file__).parents[2]
-    run = partial(subprocess.run, check=True, cwd=tmp_path, timeout=240, stdout=subprocess.DEVNULL)
+    python, repo, folder = [sys.executable, "-m"], Path(__file__).parents[2], tmp_path_factory.mktemp("installed")
+    run = partial(subprocess.run, check=True, cwd=folder, timeout=240, stdout=subprocess.DEVNULL)
     for module in ("build", "hatchling", "twine"):
         pytest.importorskip(module)
-    run([*python, "build", "--no-isolation", f"--outdir={tmp_path / 'dist'}", repo])  # the sdist, and of it the wheel
-    run([*python, "twine", "check", "--strict", *(tmp_path / "dist").iterdir()])
+    run([*python, "build", "--no-isolation", "--outdir=dist", repo])  # the sdist, and of it the wheel
+    run([*python, "twine", "check", "--strict", *(folder / "dist").iterdir()])
     run([*python, "venv", "--without-pip", "env"])
-    (wheel,) = (tmp_path / "dist").glob("*.whl")
-    run([*python, "pip", f"--python={tmp_path / 'env'}", "install", "--no-deps", "--no-index", wheel])
-    (site,) = (tmp_path / "env").glob("lib/python3.*/site-packages")
+    run([*python, "pip", "--python=env", "install", "--no-deps", "--no-index", *(folder / "dist").glob("*.whl")])
+    (site,) = (folder / "env").glob("lib/python3.*/site-packages")
     (site / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
-    return tmp_path / "env/bin/fsdp-lab"
+    return folder / "env/bin/fsdp-lab"
 
 
 @pytest.mark.slow
