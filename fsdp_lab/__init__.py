@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fsdp_lab.base.formatting import Table as Table
     from fsdp_lab.cluster import ClusterError as ClusterError, RankHung as RankHung, RankLost as RankLost
     from fsdp_lab.dashboard import Dashboard as Dashboard
-    from fsdp_lab.lab import Lab as Lab
+    from fsdp_lab.lab import Lab as Lab, load_ipython_extension as load_ipython_extension
     from fsdp_lab.models.presets import PRESETS as PRESETS
     from fsdp_lab.models.weights import unwrap_names as unwrap_names
     from fsdp_lab.rank.torchrun import init_process_group as init_process_group
@@ -38,7 +38,7 @@ _NAMES = {
     "base.formatting": "Table",
     "cluster": "ClusterError RankHung RankLost",
     "dashboard": "Dashboard",
-    "lab": "Lab",
+    "lab": "Lab load_ipython_extension",
     "models.presets": "PRESETS",
     "models.weights": "unwrap_names",
     "rank.torchrun": "init_process_group",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.base.errors import ArgumentError, SpecError, check_whole, is_whole
 from fsdp_lab.base.formatting import Table
-from fsdp_lab.base.generation import Sampling, checked_prompts
+from fsdp_lab.base.generation import Prompt, Sampling, checked_prompts
 from fsdp_lab.base.process import ranks_per_host
 from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.cluster.assembly import StartProgress
@@ -30,7 +30,7 @@ from fsdp_lab.runs.comparison import Refusal
 from fsdp_lab.runs.engine_check import LEAST_STEPS, SMALL_MODEL, EngineCheck, check_engine
 from fsdp_lab.runs.evaluation import EvalConfig, generated
 from fsdp_lab.runs.history.history import History, RunList
-from fsdp_lab.runs.notebook import ProgressBar, progress_bar, rank_table
+from fsdp_lab.runs.notebook import LabMagics, ProgressBar, progress_bar, rank_table
 from fsdp_lab.runs.recovery import RecoveryPolicy
 from fsdp_lab.runs.run import Drill, Run
 from fsdp_lab.runs.saving import CheckpointConfig
@@ -512,11 +512,13 @@ class Lab:
             raise ClusterError(f"the checkpoint could not be written: {error}")
         return find(saves[-1]["path"])
 
-    def generate(self, prompts: str | Sequence[str], **sampling: Any) -> list[str]:
+    def generate(self, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[str]:
         """Continues a text or several by the model that the ranks hold; a run in progress does it after its chunk.
 
             lab.generate("The capital of France is", new_tokens=8)
+            lab.generate([{"role": "user", "content": "What is the capital of France?"}])
 
+        A chat becomes tokens by the tokenizer's template, as does a text where the data of the run are chats.
         `sampling`: fields of `fsdp_lab.base.generation.Sampling`: new_tokens, temperature, top_k, top_p, seed.
 
         Raises ArgumentError: of a prompt or of `sampling`, or the model does not continue texts. ClusterError: the ranks
@@ -780,3 +782,8 @@ class Lab:
 def each_device(devices: Sequence[str] | str | None, ranks: int) -> tuple[str, ...] | None:
     """One device per rank: the one for all repeated, or the list; None stays None."""
     return None if devices is None else (devices,) * ranks if isinstance(devices, str) else tuple(devices)
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext fsdp_lab`, by IPython: adds the magics `%lab` and `%%ranks`."""
+    LabMagics(shell=shell, make=Lab, key=KEY).register()

@@ -1,6 +1,7 @@
 """What is imported is declared, what is declared is used, and a missing package is named with how to install it."""
 
 import importlib.metadata
+import json
 import re
 import subprocess
 import sys
@@ -13,12 +14,14 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from fsdp_lab.base import errors
 from tests.test_house import JUPYTER, PACKAGE, REPO, Module, imports, modules, python, without
 
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # Import name -> distribution, if not the same.
 DISTRIBUTIONS = {"PIL": "pillow", "pynvml": "nvidia-ml-py", "yaml": "pyyaml", "xdist": "pytest-xdist", "zmq": "pyzmq"}
-NOT_IMPORTED = {"jupyterlab": "`fsdp-lab lab` starts it as a program", "mypy": "a command",
+NOT_IMPORTED = {"build": "a command", "hatchling": "the wheel's backend", "twine": "a command",
+                "jupyterlab": "`fsdp-lab lab` starts it as a program", "mypy": "a command",
                 "pytest-cov": "a plugin of pytest", "pytest-timeout": "a plugin of pytest",
                 "pytest-xdist": "a plugin of pytest", "ruff": "a command",
                 "tensorboard": "torch.utils.tensorboard imports it", "types-psutil": "read by mypy"}  # fmt: skip
@@ -67,6 +70,29 @@ def test_conda_environments_agree_with_pyproject(folder: str, torch: str):
     del found["python"], found["pip"]
     found["torch"] = found.pop(torch)
     assert found == DEPENDENCIES
+
+
+def test_extras_agree_with_the_dependencies_and_with_what_errors_say():
+    assert ranges(PROJECT["optional-dependencies"]["page"]).items() <= DEPENDENCIES.items()
+    assert {name: extra for extra, names in EXTRAS.items() for name in names} == errors.EXTRAS
+
+
+def test_the_containers_run_readmes_commands_on_files_that_exist():
+    dockerfile, readme = (
+        Path(REPO, name).read_text(encoding="utf-8") for name in ("binder/gpu.Dockerfile", "README.md")
+    )
+    container = json.loads(Path(REPO, ".devcontainer/devcontainer.json").read_text(encoding="utf-8"))
+    copied = [name for line in re.findall(r"^COPY \S+ (.+) \S+$", dockerfile, re.MULTILINE) for name in line.split()]
+    assert {"pyproject.toml", "fsdp_lab", ".ci"} <= set(copied) and all(Path(REPO, name).exists() for name in copied)
+    made = [line for line in (*dockerfile.splitlines(), container["postCreateCommand"]) if "pip install" in line]
+    assert len(made) == 2 and all(f"{command.removeprefix('RUN ')} && .venv/bin/" in readme for command in made)
+    pythons = set(re.findall(r"\bpython(\d\.\d+)", dockerfile))
+    assert pythons and all(SpecifierSet(PROJECT["requires-python"]).contains(version) for version in pythons)
+    build, stages = container["build"], re.findall(r"^FROM \S+ AS (\w+)$", dockerfile, re.MULTILINE)
+    assert (REPO / ".devcontainer" / build["dockerfile"]).samefile(REPO / "binder/gpu.Dockerfile")
+    assert build["target"] in stages and dockerfile.index("\nUSER ") < dockerfile.index(".venv")
+    assert "--shm-size 8g" in dockerfile and container["runArgs"] == ["--shm-size=8g"]
+    assert not Path(REPO, "binder/Dockerfile").exists(), "Binder would build it instead of environment.yml"
 
 
 def test_the_hooks_use_the_same_ruff_as_the_tests():
@@ -129,8 +155,8 @@ LACKING = "which is not installed"
 
 
 @pytest.mark.parametrize(("missing", "code", "said"), [
-    ({"bokeh"}, "import fsdp_lab.report", f"fsdp_lab.report needs bokeh, {LACKING}: {INSTALL} bokeh\n"),
-    ({"anywidget"}, "from fsdp_lab import Dashboard", f"Dashboard needs anywidget, {LACKING}: {INSTALL} anywidget\n"),
+    ({"bokeh"}, "import fsdp_lab.report", f"fsdp_lab.report needs bokeh, {LACKING}: {INSTALL} 'fsdp-lab[page]'\n"),
+    ({"anywidget"}, "from fsdp_lab import Dashboard", f"Dashboard needs anywidget, {LACKING}: {INSTALL} 'fsdp-lab[page]'\n"),
     (JUPYTER, "compare", f"this command needs ipyparallel, {LACKING}"),
 ])  # fmt: skip
 def test_a_missing_package_is_named_with_how_to_install_it(missing: set[str], code: str, said: str):

@@ -12,6 +12,9 @@ from typing import Any, Self, TypeGuard
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 # Import name -> distribution, if not the same.
 DISTRIBUTIONS = {"IPython": "ipython", "PIL": "pillow"}
+# Package -> the extra of pyproject.toml that brings it.
+EXTRAS = {"peft": "lora"} | dict.fromkeys(("mlflow", "tensorboard", "trackio", "wandb"), "trackers")
+EXTRAS |= dict.fromkeys(("anywidget", "bokeh", "ipywidgets", "jinja2"), "page")
 
 
 class Cause(StrEnum):
@@ -125,5 +128,6 @@ def not_installed(part: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
     if module in ("", "fsdp_lab"):
         return error  # not a package that is missing, but a bug here
     package = DISTRIBUTIONS.get(module, module)
-    install = f"{sys.executable} -m pip install {package}"
+    wanted = f"'fsdp-lab[{EXTRAS[package]}]'" if package in EXTRAS else package
+    install = f"{sys.executable} -m pip install {wanted}"
     return ModuleNotFoundError(f"{part} needs {package}, which is not installed: {install}", name=error.name)

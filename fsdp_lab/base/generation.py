@@ -7,9 +7,11 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from fsdp_lab.base.errors import ArgumentError, check_whole, is_number, is_whole
+
+Prompt: TypeAlias = str | Sequence[Mapping[str, str]]  # a text, or a chat: messages with "role" and "content"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +61,25 @@ class Completion:
         return cls(prompt=prompt, text=text)
 
 
-def checked_prompts(prompts: object, field: str = "prompts") -> tuple[str, ...]:
-    """One text or several. Raises ArgumentError."""
-    given = (prompts,) if isinstance(prompts, str) else prompts
-    wanted = "give a text, or a list of texts, none of them empty or with half of a surrogate pair"
+def checked_prompts(prompts: object, field: str = "prompts") -> tuple[Prompt, ...]:
+    """One text or chat, or several. Raises ArgumentError."""
+    given = [prompts] if isinstance(prompts, str) or _is_chat(prompts) else prompts
+    wanted = 'give a text, or a list of texts, none empty or with half of a surrogate pair, or a chat: [{"role": ...}]'
     if not isinstance(given, Sequence) or isinstance(given, (bytes, Mapping)) or not given:
         raise ArgumentError(field, f"{prompts!r} is refused", wanted)
     for prompt in given:
-        if not isinstance(prompt, str) or not prompt or re.search(r"[\ud800-\udfff]", prompt):
-            raise ArgumentError(field, f"{prompt!r} is refused", wanted)
+        for text in (m["content"] for m in prompt) if _is_chat(prompt) else (prompt,):
+            if not isinstance(text, str) or not text or re.search(r"[\ud800-\udfff]", text):
+                raise ArgumentError(field, f"{prompt!r} is refused", wanted)
     return tuple(given)
+
+
+def _is_chat(given: object) -> bool:
+    """Whether it is a list of messages."""
+    messages = given if isinstance(given, (list, tuple)) else ()
+    return bool(messages) and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages)
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """A prompt as a text: of a chat, what was said last."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])

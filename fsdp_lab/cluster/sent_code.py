@@ -42,7 +42,7 @@ def with_code(changes: Mapping[str, Any]) -> dict[str, Any]:
     too. Raises SpecError as `code_of`."""
     data = changes.get("data")
     if hasattr(data, "__iter__") and not (isinstance(data, str) or is_code(data) or _is_object(data)):
-        hint = "give a map-style dataset, with __len__ and __getitem__, or a function that returns one"
+        hint = "give a map-style dataset, such as list(data), or a function that returns one"
         raise SpecError("workload.data", f"a {type(data).__name__} is refused: samples are read by their number", hint)
     if changes.get("engine") is not None:
         changes = {"backend": YOURS, **changes}

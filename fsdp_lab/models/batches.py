@@ -98,15 +98,15 @@ class Batches:
         return float(labels) * parts / float(self.source.labels[self._order(step)].sum())
 
     def held_out(self, count: int) -> Iterator[tuple[Batch, float]]:
-        """This rank's part of `count` held-out samples, as (batch, for how many samples its mean loss counts).
+        """This rank's part of `count` held-out samples, or of all, as (batch, for how many samples its mean loss counts).
 
         That is the number of its samples, or, where they have different numbers of labels, its share of all labels times
         `count`. The samples are spread evenly over all that are held out and do not depend on world size or micro-batch.
         All ranks get the same number of batches of one shape; those that fill up the last ones have no labels.
 
-        Raises SpecError: fewer samples are held out.
+        Raises SpecError: no samples are held out.
         """
-        self.check_held_out(count)
+        count = self.check_held_out(count)
         held = held_out_count(self._workload, self.source.count)
         positions = self.source.count - held + np.arange(count, dtype=np.int64) * held // count
         labels = self.source.labels
@@ -117,9 +117,9 @@ class Batches:
             share = counted if labels is None else count * float(labels[chosen[:counted]].sum()) / total
             yield self.source.held_out_batch(chosen, counted), share
 
-    def check_held_out(self, count: int) -> None:
-        """Raises SpecError if fewer samples are held out."""
-        check_held_out(self._workload, self.source.count, count)
+    def check_held_out(self, count: int) -> int:
+        """Returns how many samples `held_out(count)` has. Raises SpecError if there are none."""
+        return check_held_out(self._workload, self.source.count, count)
 
     def samples(self, samples_before: int, micro: int = 0) -> Indices:
         """The global numbers of the samples of `batch(samples_before, micro)`."""

@@ -26,8 +26,8 @@ STDLIB = "stdlib"
 
 
 def check(workload: Workload, *, evaluated: int = 0, begins: bool = True) -> None:
-    """Raises SpecError if the workload cannot run: its model, its sequence length, its data, fewer held-out samples than
-    are to be `evaluated`, or, if it `begins` a training, its weights. Own code is checked by the ranks, where it runs."""
+    """Raises SpecError if the workload cannot run: its model, its sequence length, its data, no held-out samples where
+    some are to be `evaluated`, or, if it `begins` a training, its weights. The ranks check own code, where it runs."""
     if workload.is_own:
         return
     is_preset = isinstance(workload.model, str) and workload.model in PRESETS
@@ -125,7 +125,7 @@ def checked_records(workload: Workload, facts: Facts) -> tuple[Records, Tokenize
     files = data_files(workload.data)
     if [kind for _, kind in files] == [Format.TEXT]:
         open_text(workload.data)
-    records = open_records(workload, files)
+    records = open_records(workload, files, has_template=tokenizer.has_template)
     tokens.encoded(list(islice(records.read(), 1)), tokenizer, whole=workload.packing == "padded")
     return records, tokenizer
 
@@ -188,12 +188,13 @@ def held_out_count(workload: Workload, count: int) -> int:
     return int(workload.held_out * count)
 
 
-def check_held_out(workload: Workload, count: int, evaluated: int) -> None:
-    """Raises SpecError if fewer of `count` samples are held out than are to be evaluated."""
+def check_held_out(workload: Workload, count: int, evaluated: int) -> int:
+    """Returns how many can be `evaluated`: at most all that are held out of `count`. Raises SpecError if that is none."""
     held = held_out_count(workload, count)
-    if held < evaluated:
-        share = (math.ceil(1000 * evaluated / max(count, 1)) + 1) / 1000  # a little more than is needed
+    if evaluated and not held:
+        share = (math.ceil(1000 / max(count, 1)) + 1) / 1000  # a little more than one sample needs
         fix = {"held_out": share} if share <= MOST_HELD_OUT else {}
-        hint = f"use held_out {share:g}, or evaluate fewer" if fix else "give more data, or evaluate fewer"
-        reason = f"{held} of {count:,} samples are held out, and {evaluated} are to be evaluated"
+        hint = f"use held_out {share:g}, or do not evaluate" if fix else "give more data, or do not evaluate"
+        reason = f"none of {count:,} samples is held out to evaluate on"
         raise SpecError("workload.held_out", reason, hint, fix)
+    return min(held, evaluated)

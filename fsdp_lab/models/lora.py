@@ -65,7 +65,7 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError:
-        hint = 'install it with "pip install peft", or leave lora out'
+        hint = "install it with \"pip install 'fsdp-lab[lora]'\", or leave lora out"
         raise SpecError(FIELD, "adapters are peft's, which is not installed", hint, {"lora": None}) from None
     return peft
 

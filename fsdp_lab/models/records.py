@@ -2,9 +2,9 @@
 
 A text file is one sample, or, by lines, one for each line that is not blank. A file of records (JSON, Parquet, Arrow, a
 folder that `datasets` saved, a dataset of the Hugging Face Hub) has a sample in each record, in the column
-`Workload.text_field`; a chat's tools are in the column "tools". `datasets` reads them, and is imported then. A folder is one
-of records if all its files are, apart from those about the data; one with files of records and others is refused, but
-a .json beside text is text.
+`Workload.text_field` or those of `_SHAPES`; a chat's tools are in the column "tools". `datasets` reads them, and is imported
+then. A folder is one of records if all its files are, apart from those about the data; one with files of records and others
+is refused, but a .json beside text is text.
 
 Note: the digest. Every rank needs it before it knows whether there is anything to do, whatever the size of the data. So it
 has of each file the name, the size and the time of the last change.
@@ -12,7 +12,7 @@ has of each file the name, the size and the time of the last change.
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -30,6 +30,10 @@ PIECE_CHARS = 1 << 20  # of a text file that is read at once, but for the rest o
 _FIELD = "workload.data"
 _BATCH = 1000  # records of a table that are read at once
 _TOOLS = "tools"
+# Columns of which a sample is made, where there is no column of text or of messages.
+_SHAPES: tuple[tuple[str, ...], ...] = (("conversations",), ("prompt", "completion"), ("instruction", "output"))
+_INPUT = "input"  # what an instruction is about
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "observation": "tool"}
 # Files about a folder's data.
 _ABOUT = ("readme*", "license*", "licence*", "_*", "dataset_info.json", "dataset_infos.json", "*.lock")
 
@@ -58,11 +62,12 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Records:
-    """The samples of some files in their order. `field` is "" for text."""
+    """The samples of some files in their order. `field` is "" for text; with `pair`, both are columns of a sample."""
 
     name: str
     files: tuple[tuple[Path, Format], ...]
     field: str = ""
+    pair: str = ""
     is_chat: bool = False
     by_lines: bool = False  # of text
     most_bytes: int | None = None  # of text, about
@@ -86,11 +91,11 @@ class Records:
 
     def _samples(self, path: Path, kind: Format) -> Iterator[Sample]:
         number = 0
-        for number, row in enumerate(_rows(path, kind, self.field), 1):
-            value: Any = row.get(self.field)
+        for number, row in enumerate(_rows(path, kind, (self.field, self.pair, _INPUT)), 1):
+            value: Any = _paired(row, self.field, self.pair, self.is_chat) if self.pair else row.get(self.field)
             if not self.is_chat:
                 reason = "" if isinstance(value, str) else f"is {_kind(value)}, not text"
-            elif not (reason := chat_error(value)):
+            elif not (reason := chat_error(value := _with_roles(value))):
                 tools = row.get(_TOOLS) or None
                 try:  # tables, whose rows have one type, may have them as text
                     value = {"conversation": value, "tools": json.loads(tools) if isinstance(tools, str) else tools}
@@ -104,7 +109,7 @@ class Records:
 
     def digest(self) -> str:
         """See the note."""
-        given = repr((self.field, self.is_chat, self.by_lines, self.most_bytes))
+        given = repr((self.field, self.pair, self.is_chat, self.by_lines, self.most_bytes))
         digest = hashlib.blake2b(given.encode(), digest_size=16)
         for path, kind in self.files:
             folder = kind in (Format.SAVED, Format.HUB)
@@ -133,8 +138,9 @@ def data_files(data: str) -> tuple[tuple[Path, Format], ...]:
         raise refusal(f"{data}: cannot be read ({e.strerror or e})", "give a file or folder that can be read") from None
 
 
-def open_records(workload: Workload, files: Sequence[tuple[Path, Format]]) -> Records:
-    """The samples of files, after a look at the first. Raises SpecError."""
+def open_records(workload: Workload, files: Sequence[tuple[Path, Format]], *, has_template: bool = False) -> Records:
+    """The samples of files, after a look at the first. A question with its answer is a chat if the tokenizer `has_template`
+    for chats, else a text. Raises SpecError."""
     if not files:
         raise refusal(f"{workload.data} contains no text", "give a folder with files of text or of records")
     if all(kind is Format.TEXT for _, kind in files):
@@ -145,16 +151,22 @@ def open_records(workload: Workload, files: Sequence[tuple[Path, Format]]) -> Re
         by_lines = workload.packing == "padded"
         return Records(name=workload.data, files=tuple(files), by_lines=by_lines, most_bytes=most_bytes)
     path, kind = files[0]
-    if (row := next(_rows(path, kind, workload.text_field), None)) is None:
+    if (row := next(_rows(path, kind, (workload.text_field or "",)), None)) is None:
         raise refusal(f"{path}: has no records", "remove that file")
     wanted = (workload.text_field,) if workload.text_field is not None else ("text", "messages")
     field = next((name for name in wanted if name in row), None)
+    if field is None and workload.text_field is None:
+        shape = next((names for names in _SHAPES if row.keys() >= {*names}), ())
+        field = shape[0] if shape else None
+        if len(shape) == 2:
+            is_chat = has_template or isinstance(row[shape[0]], list)
+            return Records(name=workload.data, files=tuple(files), field=shape[0], pair=shape[1], is_chat=is_chat)
     if field is None:
         missing = " or ".join(map(repr, wanted))
         reason = f"{path} has no column {missing}; its columns are {_names(row)}"
         raise SpecError("workload.text_field", reason, "name the one to train on")
     is_chat = not isinstance(row[field], str)
-    if is_chat and chat_error(row[field]):
+    if is_chat and chat_error(_with_roles(row[field])):
         reason = f"the column {field!r} of {path} is {_kind(row[field])}, neither text nor a list of messages"
         raise SpecError("workload.text_field", reason, "name a column of text, or of messages with roles")
     return Records(name=workload.data, files=tuple(files), field=field, is_chat=is_chat)
@@ -169,6 +181,26 @@ def chat_error(value: Any) -> str:
     if all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in value):
         return ""
     return "has a message without a role"
+
+
+def _with_roles(chat: Any) -> Any:
+    """A chat's messages, where they have ShareGPT's "from" and "value", with "role" and "content"."""
+    if not isinstance(chat, list) or not all(isinstance(m, dict) and {"from", "value"} <= m.keys() for m in chat):
+        return chat
+    return [{"role": _ROLES.get(m["from"], m["from"]), "content": m["value"]} for m in chat]
+
+
+def _paired(row: Mapping[str, Any], field: str, pair: str, is_chat: bool) -> Any:
+    """A question and its answer as a chat or a text; where they are neither, what is wrong."""
+    asked, answer, about = row.get(field), row.get(pair), row.get(_INPUT) if field == "instruction" else None
+    if isinstance(asked, list) and isinstance(answer, list):
+        return [*asked, *answer]  # two parts of one chat
+    if not (isinstance(asked, str) and isinstance(answer, str)):
+        return answer if isinstance(asked, str) else asked
+    question = f"{asked}\n\n{about}" if about else asked
+    if is_chat:
+        return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return question + answer if field == "prompt" else f"{question}\n\n{answer}"
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
@@ -218,8 +250,8 @@ def _lines(path: Path) -> Iterator[Sample]:
 # -- records ---------------------------------------------------------------------------------------------------------
 
 
-def _rows(path: Path, kind: Format, field: str | None) -> Iterator[dict[str, Any]]:
-    """The records; of tables the column `field` and tools alone, if they have it.
+def _rows(path: Path, kind: Format, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """The records; of tables these columns and tools alone, if they have the first.
 
     Raises SpecError for a file that is broken."""
     try:
@@ -236,7 +268,7 @@ def _rows(path: Path, kind: Format, field: str | None) -> Iterator[dict[str, Any
             return
         for table in data.with_format("arrow").iter(_BATCH):
             names = table.column_names
-            chosen = table.select([n for n in names if n in (field, _TOOLS)]) if field in names else table
+            chosen = table.select([n for n in names if n in (*columns, _TOOLS)]) if columns[0] in names else table
             chosen.validate(full=True)  # a broken offset would be read outside of the file, which ends the process
             yield from map(_without_nulls, chosen.to_pylist())
     except Exception as e:  # of many classes, pyarrow's and those of what it calls

@@ -32,12 +32,14 @@ class Source:
 
     Attributes:
         labels: how many labels count of each sample, all above 0; None: of every sample the same number.
+        is_chat: whether samples are chats, whose answers are predicted.
     """
 
     count: int
     description: str
     fingerprint: str
     labels: Indices | None = None
+    is_chat = False
 
     def collate(self, positions: Indices, samples: Indices) -> Batch:
         """A batch; `samples` are the samples' global numbers, for what is random in each epoch."""
@@ -114,7 +116,7 @@ class TokenSource(Source):
             raise SpecError("workload.data", f"no sample of {workload.data} has anything to predict", "give other data")
         kept = counts[self._kept]
         self.labels = None if (kept == kept[0]).all() else kept
-        self.fingerprint = tokens.fingerprint
+        self.fingerprint, self.is_chat = tokens.fingerprint, tokens.answers is not None
         kind, without = "rows" if self.is_padded else "windows", len(counts) - self.count
         left_out = (f"{without:,} {kind} without labels left out",) if without else ()
         self.description = f"{tokens.name} ({', '.join((*tokens.notes, *left_out))})"

@@ -67,13 +67,13 @@ class ByteTokenizer:
         end_id: the token that ends a sample. pad_id: of padding, which no loss and no attention sees.
         mask_id: None where it has none.
         special_ids: those that stand for no text.
-        marks_answers: whether its template for chats marks what the assistant says.
+        has_template: whether it has a template for chats. marks_answers: whether that marks what the assistant says.
     """
 
     name, digest, vocabulary = BYTES, BYTES, SMALLEST_VOCABULARY
     pad_id, end_id, mask_id = 0, 1, 2
     special_ids = (0, 1, 2)
-    marks_answers = False
+    marks_answers = has_template = False
 
     def encode(self, texts: Sequence[str], *, whole: bool) -> list[list[int]]:
         """Token ids of each text; `whole`: with the special tokens that the tokenizer puts around a sample."""
@@ -91,6 +91,10 @@ class ByteTokenizer:
 
     def encode_chat(self, chat: Mapping[str, Any]) -> Chat:
         """`chat`: "conversation" and "tools", as of `apply_chat_template`. Raises InexactChat."""
+        raise InexactChat("bytes have no template for chats")
+
+    def encode_prompt(self, conversation: Sequence[Mapping[str, str]]) -> list[int]:
+        """The tokens of a chat up to where the next answer begins. Raises InexactChat."""
         raise InexactChat("bytes have no template for chats")
 
 
@@ -132,6 +136,7 @@ class FolderTokenizer:
         self.special_ids = tuple(sorted(self._tokenizer.all_special_ids))
         template = self._tokenizer.chat_template or ""
         templates = [template] if isinstance(template, str) else template.values()  # of several, one is for tools
+        self.has_template = bool(template)
         self.marks_answers = all(map(_MARKS_ANSWERS.search, templates))
 
     def encode(self, texts: Sequence[str], *, whole: bool) -> list[list[int]]:
@@ -150,7 +155,7 @@ class FolderTokenizer:
         self._tokenizer.save_pretrained(folder)
 
     def encode_chat(self, chat: Mapping[str, Any]) -> Chat:
-        if not self._tokenizer.chat_template:
+        if not self.has_template:
             raise InexactChat("the tokenizer has no template for chats")
         if self.marks_answers:
             both = self._rendered(chat, return_dict=True, return_assistant_tokens_mask=True)
@@ -162,6 +167,11 @@ class FolderTokenizer:
                 begin, end = self._answer(ids, chat, i)
                 answers[begin:end] = [True] * (end - begin)
         return Chat(ids, answers)
+
+    def encode_prompt(self, conversation: Sequence[Mapping[str, str]]) -> list[int]:
+        if not self.has_template:
+            raise InexactChat("the tokenizer has no template for chats")
+        return list(self._rendered({"conversation": [*map(dict, conversation)]}, add_generation_prompt=True))
 
     def _answer(self, ids: list[int], chat: Mapping[str, Any], number: int) -> tuple[int, int]:
         """Begin and end of an answer in the tokens of its chat; `number`: of its message."""

@@ -19,17 +19,19 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from fsdp_lab.backends import Backend
 from fsdp_lab.base.errors import ArgumentError
-from fsdp_lab.base.generation import Completion, Sampling, checked_prompts
+from fsdp_lab.base.generation import Completion, Prompt, Sampling, checked_prompts, prompt_text
 from fsdp_lab.models.batches import Batches
 from fsdp_lab.models.configs import resolve
 from fsdp_lab.models.presets import facts_of
+from fsdp_lab.models.tokens import InexactChat
 from fsdp_lab.rank.trainer import Trainer
 from fsdp_lab.spec.spec import Spec
 from fsdp_lab.wire import Wire
 
 
-def encoded(spec: Spec, batches: Batches, prompts: Sequence[str], sampling: Sampling) -> list[list[int]]:
-    """The tokens of each prompt for the model of `spec`. Raises ArgumentError: it continues no text, or none as long."""
+def encoded(spec: Spec, batches: Batches, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[int]]:
+    """The tokens of each prompt for the model of `spec`: of a chat, and of a text where the data are chats, by the template,
+    up to where the answer begins. Raises ArgumentError: it continues no text, or none as long."""
     if spec.workload.is_own:
         hint = "call it in a %%px cell, or train a model of transformers"
         raise ArgumentError("prompts", "the model is your own module, of which no tokenizer is known", hint)
@@ -38,7 +40,14 @@ def encoded(spec: Spec, batches: Batches, prompts: Sequence[str], sampling: Samp
         does = "classifies images" if facts.kind == "image" else "fills masked tokens"
         hint = "train a causal or encoder-decoder model, such as gpt2-1m"
         raise ArgumentError("prompts", f"{facts.model_type} {does} and does not continue a text", hint)
-    texts = batches.tokenizer.encode(checked_prompts(prompts), whole=True)
+    tokenizer, texts = batches.tokenizer, []
+    for prompt in checked_prompts(prompts):
+        chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        is_text = isinstance(prompt, str) and not batches.source.is_chat
+        try:
+            texts += tokenizer.encode([str(prompt)], whole=True) if is_text else [tokenizer.encode_prompt(chat)]
+        except InexactChat as e:
+            raise ArgumentError("prompts", f"{_short(prompt)} is a chat, and {e}", "give a text instead") from None
     most = facts.max_positions
     for prompt, ids in zip(prompts, texts, strict=True):
         if not ids:
@@ -54,7 +63,7 @@ def encoded(spec: Spec, batches: Batches, prompts: Sequence[str], sampling: Samp
 
 
 def completions(
-    trainer: Trainer, prompts: Sequence[str], texts: Sequence[Sequence[int]], sampling: Sampling
+    trainer: Trainer, prompts: Sequence[Prompt], texts: Sequence[Sequence[int]], sampling: Sampling
 ) -> dict[int, Completion]:
     """Returns how this rank's prompts go on, by their numbers; collective. `texts`: of `encoded`. Raises as `complete`."""
     if not texts:
@@ -67,12 +76,13 @@ def completions(
         before = [] if config.is_encoder_decoder else texts[number]
         whole, begin = tokenizer.decode([*before, *ids]), tokenizer.decode(before)
         text = whole.removeprefix(begin) if whole.startswith(begin) else tokenizer.decode(ids)
-        done[number] = Completion(prompt=prompts[number], text=text)
+        done[number] = Completion(prompt=prompt_text(prompts[number]), text=text)
     return done
 
 
-def _short(prompt: str) -> str:
-    return repr(prompt if len(prompt) <= 40 else f"{prompt[:39]}…")
+def _short(prompt: Prompt) -> str:
+    text = prompt_text(prompt)
+    return repr(text if len(text) <= 40 else f"{text[:39]}…")
 
 
 def complete(

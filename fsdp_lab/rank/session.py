@@ -16,7 +16,7 @@ from torch import distributed as dist
 from fsdp_lab.backends.base import DTYPES
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.events import PhaseSnapshot, StepEvent
-from fsdp_lab.base.generation import Sampling
+from fsdp_lab.base.generation import Prompt, Sampling
 from fsdp_lab.base.hang import LONGEST_WORK_S, OWN_ENGINE_S, Heartbeat, LongWork, limit
 from fsdp_lab.models.batches import Batches
 from fsdp_lab.rank.abort import AbortProtocol
@@ -151,7 +151,7 @@ class Session:
         wanted, require = self._spec(spec), _evaluable(**required)
         with self._exclusive():
             carried = self._lifecycle.apply(run, wanted, require, fresh=fresh)
-        return self._applied(start_s, carried=carried)
+        return self._applied(start_s, required.get("evaluated", 0), carried=carried)
 
     def train(
         self,
@@ -159,7 +159,7 @@ class Session:
         ledgers: Collection[int] = (),
         checks: Collection[int] = (),
         evaluations: Mapping[int, int] = {},
-        prompts: Sequence[str] = (),
+        prompts: Sequence[Prompt] = (),
         sampling: Mapping[str, Any] = {},
     ) -> dict[str, Any]:
         """Train so many steps, the last of them traced; collective. SIGINT on any rank ends the step in progress on all.
@@ -169,7 +169,7 @@ class Session:
         this rank's part of `prompts` goes on. If an evaluation is aborted, the step remains, without them.
 
         Returns {"events", "stopped": whether it was interrupted, "step": the next one, "saves": see `Checkpointer.ended`}.
-        Raises FieldError: too few samples are held out, or of `prompts`; and as `Trainer.advance`."""
+        Raises FieldError: no samples are held out, or of `prompts`; and as `Trainer.advance`."""
         trainer = self._lifecycle.require()
         trainer.batches.check_held_out(max(evaluations.values(), default=0))
         wanted = Sampling(**sampling)
@@ -228,7 +228,7 @@ class Session:
             events.append(event.to_dict())
             self._on_event(events[-1])
 
-    def generate(self, run: str, prompts: Sequence[str], sampling: Mapping[str, Any]) -> dict[str, Any]:
+    def generate(self, run: str, prompts: Sequence[Prompt], sampling: Mapping[str, Any]) -> dict[str, Any]:
         """How the language model of this run continues texts; collective. Returns {"texts": {number of the prompt: text}} of
         this rank. Raises FieldError, on every rank, if these ranks train another run, or no such text is continued."""
         trainer, wanted = self._lifecycle.require(), Sampling(**sampling)
@@ -338,7 +338,7 @@ class Session:
         wanted, require = self._spec(spec), _evaluable(**required)
         with self._exclusive():
             notes = self._lifecycle.restore(run, wanted, str(on_this_host(path)), require)
-        return self._applied(start_s, carried=True, notes=notes)
+        return self._applied(start_s, required.get("evaluated", 0), carried=True, notes=notes)
 
     # -- slow motion ----------------------------------------------------------------------------------------------
 
@@ -479,8 +479,12 @@ class Session:
             with self.context.patience(LONGEST_WORK_S):
                 self._lifecycle.rebuild()
 
-    def _applied(self, start_s: float, *, carried: bool, notes: Sequence[str] = ()) -> dict[str, Any]:
+    def _applied(
+        self, start_s: float, evaluated: int = 0, *, carried: bool, notes: Sequence[str] = ()
+    ) -> dict[str, Any]:
         trainer = self._lifecycle.require()
+        if (held := trainer.batches.check_held_out(evaluated)) < evaluated:
+            notes = [*notes, f"{held} samples are held out: evaluations have these, and not {evaluated}"]
         return {
             "step": trainer.progress.step,
             "seconds": time.perf_counter() - start_s,
@@ -511,8 +515,8 @@ class Session:
         )
 
 
-def _evaluable(evaluated: int = 0, prompts: Sequence[str] = (), sampling: Mapping[str, Any] = {}) -> Require:
-    """Raises FieldError where fewer than `evaluated` samples are held out, or the model cannot continue the prompts."""
+def _evaluable(evaluated: int = 0, prompts: Sequence[Prompt] = (), sampling: Mapping[str, Any] = {}) -> Require:
+    """Raises FieldError where none of the `evaluated` samples is held out, or the model cannot continue the prompts."""
     wanted = Sampling(**sampling)
 
     def require(spec: Spec, batches: Batches) -> None:

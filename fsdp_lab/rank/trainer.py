@@ -230,8 +230,8 @@ class Trainer:
         return dataclasses.replace(event, checksum=checksum(self.backend), replica=replica)
 
     def evaluated(self, event: StepEvent, samples: int) -> StepEvent:
-        """The event of the step that has just ended, with the mean loss of so many held-out samples; collective, and
-        not part of the step's time or traffic. Raises SpecError if fewer are held out; RankAborted or WireTimeout."""
+        """The event of the step that has just ended, with the mean loss of so many held-out samples, or of all; collective,
+        and not part of the step's time or traffic. Raises SpecError if there are none; RankAborted or WireTimeout."""
         total = torch.zeros((), dtype=torch.float64, device=self.info.device)
         w = self.spec.workload
         with self.backend.evaluating():
@@ -243,7 +243,7 @@ class Trainer:
                     loss = self.backend.loss(batch).double()
                 self.world.context.set_unit("")
                 total += loss * counted if counted else 0.0
-        mean = total.cpu().reshape(1) / samples
+        mean = total.cpu().reshape(1) / self.batches.check_held_out(samples)
         self.world.control(mean)
         return dataclasses.replace(event, eval_loss=float(mean))
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 from fsdp_lab.base.errors import SpecError, check_whole
 from fsdp_lab.base.formatting import plural
-from fsdp_lab.base.generation import Sampling, checked_prompts
+from fsdp_lab.base.generation import Prompt, Sampling, checked_prompts
 from fsdp_lab.models.check import is_language
 from fsdp_lab.spec.spec import Spec
 from fsdp_lab.spec.workload import SAMPLES, Workload
@@ -22,17 +22,19 @@ HELD_OUT_BY = (*SAMPLES, "held_out", "loss")
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Computes the mean loss of `samples` held-out samples after every `every` steps, and after the run's last.
+    """Computes the mean loss of `samples` held-out samples, or of all if they are fewer, after every `every` steps, and
+    after the run's last.
 
     `patience`: the run stops after so many consecutive evaluations that were not better than the best; None: never.
-    `prompts`: texts that a language model continues after each evaluation, as `sampling` says. Raises ArgumentError for a
+    `prompts`: texts or chats, as of `Lab.generate`, that a language model continues after each evaluation, as `sampling`
+    says. Raises ArgumentError for a
     number that is not a whole number of 1 or more, or a prompt that is no text.
     """
 
     every: int
     samples: int = 64
     patience: int | None = None
-    prompts: tuple[str, ...] = ()
+    prompts: tuple[Prompt, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
@@ -78,7 +80,7 @@ class Evaluation(NamedTuple):
         return f"after {plural(self.step + 1, 'step')}"
 
 
-def generated(call: Callable[..., list[Any]], run: str, prompts: Sequence[str], sampling: Sampling) -> list[str]:
+def generated(call: Callable[..., list[Any]], run: str, prompts: Sequence[Prompt], sampling: Sampling) -> list[str]:
     """The texts that continue `prompts`, in their order. `call`: of the cluster, which has the ranks generate them."""
     by_rank = call("generate", run=run, prompts=list(prompts), sampling=sampling.to_dict())
     texts = {int(number): text for answer in by_rank for number, text in answer["texts"].items()}

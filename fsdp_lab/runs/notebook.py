@@ -1,12 +1,17 @@
-"""A lab in a notebook: its progress bar and table of ranks."""
+"""A lab in a notebook: its progress bar, its table of ranks, and `%lab` and `%%ranks`."""
 
 import contextlib
+import re
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.formatting import Table, duration, size
+from fsdp_lab.cluster import ClusterError
 from fsdp_lab.cluster.assembly import StartProgress
 from fsdp_lab.cluster.membership import RankStatus
 from fsdp_lab.runs.sweep import Sweep
@@ -92,3 +97,101 @@ def _doing(s: RankStatus) -> str:
     if not s.alive:
         return s.reason or "gone"
     return f"{s.state}, in {s.waits_for} for {s.waits_s:.0f} s" if s.waits_for else s.state
+
+
+_RANKS_OPTION = re.compile(r"(?:--ranks?(?:\s+|=)(\d+(?:\s*,\s*\d+)*))?")
+OUTPUT_S = 5.0  # for what a cell wrote to arrive, after its end
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabMagics:
+    """The magics of `%load_ext fsdp_lab`. `make` starts a lab, which registers itself by `key` in the notebook's names."""
+
+    shell: Any
+    make: Callable[[int | None], Any]
+    key: str
+
+    def register(self) -> None:
+        self.shell.register_magic_function(self.show_lab, "line", "lab")
+        self.shell.register_magic_function(self.run_on_ranks, "cell", "ranks")
+
+    @property
+    def open_lab(self) -> Any:
+        """The lab of this notebook; None where there is none, or it is closed."""
+        lab = self.shell.user_ns.get(self.key)
+        return None if lab is None or lab.closed else lab
+
+    def show_lab(self, line: str) -> None:
+        """`%lab 2` starts a lab of two ranks, under the name `lab`, and shows its dashboard; `%lab` shows it again, or
+        starts one of as many ranks as there are free GPUs. A lab of another number of ranks is closed."""
+        from IPython.display import display
+
+        words, lab = line.split(), self.open_lab
+        if len(words) > 1 or not all(word.isdecimal() and int(word) for word in words):
+            raise ArgumentError("%lab", f"{line!r} is refused", "give the number of ranks, as in %lab 2, or nothing")
+        wanted = int(words[0]) if words else None
+        if lab is None or wanted not in (None, lab.ranks):
+            lab = self.make(wanted)
+        self.shell.user_ns["lab"] = lab
+        display(lab.dashboard())  # type: ignore[no-untyped-call]
+
+    def run_on_ranks(self, line: str, cell: str) -> None:
+        """Runs the cell on the ranks of the lab, between two chunks of a run, and shows what each prints. `model`,
+        `optimizer`, `session`, `rank` and `world_size` are theirs. `--rank 1` or `--rank 0,2`: on these alone, which must
+        not communicate then."""
+        given, lab = _RANKS_OPTION.fullmatch(line.strip()), self.open_lab
+        if given is None:
+            raise ArgumentError("%%ranks", f"{line!r} is refused", "give --rank 1, --rank 0,2, or nothing for all")
+        if lab is None:
+            raise ClusterError("there is no open lab in this notebook; start one with %lab 2, or Lab(ranks=2)")
+        engines = lab.cluster.engine_ids
+        ranks = [int(word) for word in given[1].split(",")] if given[1] else list(range(len(engines)))
+        if unknown := [rank for rank in ranks if rank >= len(engines)]:
+            raise ArgumentError("%%ranks --rank", f"there is no rank {unknown[0]}", f"give 0 to {len(engines) - 1}")
+        if lost := [lab.lost[rank] for rank in ranks if rank in lab.lost]:
+            raise lost[0]
+        view = lab.client.direct_view([engines[rank] for rank in ranks])
+        result, printed = view.execute(cell, silent=False, block=False), RankOutput(ranks)
+        try:
+            while not result.wait(0.1):
+                printed.show(result.stdout, result.stderr)
+        except KeyboardInterrupt:
+            lab.cluster.interrupt(cells=True)
+            result.wait(OUTPUT_S)
+        result.wait_for_output(OUTPUT_S)
+        printed.show(result.stdout, result.stderr, over=True)
+        printed.show_rich(result.outputs, result.execute_result)
+        if failed := [(rank, e) for rank, e in zip(ranks, result.error, strict=True) if e is not None]:
+            where, error = " and ".join(str(rank) for rank, _ in failed), failed[0][1]
+            print(error.traceback, file=sys.stderr)
+            raise ClusterError(f"the cell failed on rank {where}: {error.ename}: {error.evalue}")
+        if not (result.ready() and result.successful()):
+            raise ClusterError("the cell did not end on all ranks; lab.status() shows what they do")
+
+
+class RankOutput:
+    """Shows what a cell writes on several ranks, line by line, with the rank before each line."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks, self._shown = ranks, dict[tuple[int, Any], int]()
+
+    def show(self, stdout: Sequence[str], stderr: Sequence[str], *, over: bool = False) -> None:
+        """Prints the lines that are new and complete; all of them where it is `over`."""
+        for stream, texts in ((sys.stdout, stdout), (sys.stderr, stderr)):
+            for rank, text in zip(self._ranks, texts, strict=True):
+                begin = self._shown.get((rank, stream), 0)
+                end = len(text) if over else text.rfind("\n") + 1
+                for line in text[begin:end].splitlines():
+                    print(f"[rank {rank}] {line}", file=stream)
+                self._shown[rank, stream] = max(begin, end)
+
+    def show_rich(self, outputs: Sequence[Any], values: Sequence[Any]) -> None:
+        """Displays pictures and such, and the value of the last expression."""
+        from IPython.display import display
+
+        for rank, shown, value in zip(self._ranks, outputs, values, strict=True):
+            for one in filter(None, [*shown, value]):
+                is_plain = set(one["data"]) == {"text/plain"}
+                print(f"[rank {rank}]", one["data"]["text/plain"] if is_plain else "", flush=True)
+                if not is_plain:
+                    display(one["data"], raw=True, metadata=one["metadata"])  # type: ignore[no-untyped-call]

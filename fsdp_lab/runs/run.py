@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Self
 
 from fsdp_lab.base.errors import ArgumentError, Cause, FieldError, SentenceError, SpecError
-from fsdp_lab.base.generation import Sampling, checked_prompts
+from fsdp_lab.base.generation import Prompt, Sampling, checked_prompts
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.sent_code import with_code
@@ -159,8 +159,8 @@ class Run(RunControl, RunQueries, Awaited["Run"]):
             self.saving = config
             return self._driver.checkpoints.request(config)
 
-    def generate(self, prompts: str | Sequence[str], **sampling: Any) -> Request[list[str]]:
-        """Has the model continue a text or several, after the running chunk: `await run.generate("Once")`. Returns at once.
+    def generate(self, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> Request[list[str]]:
+        """Has the model continue texts or chats, after the running chunk: `await run.generate("Once")`. Returns at once.
 
         The result is a list, a text for each prompt. `Run.completions` has what an evaluation with prompts generated.
 

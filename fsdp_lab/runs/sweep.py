@@ -23,6 +23,7 @@ from fsdp_lab.runs.recommendation import Recommendation, recommend
 from fsdp_lab.runs.run import STOP_S, Run
 from fsdp_lab.runs.steps import assemble_all
 from fsdp_lab.runs.view import Awaited, RunState
+from fsdp_lab.spec.fields import own_names
 from fsdp_lab.spec.spec import Spec, changed_dict, part_of
 
 ROUNDS = 3
@@ -201,7 +202,7 @@ class Sweep(Awaited["Sweep"]):
 def value_lists(given: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Flat field name -> its values; a value alone becomes a list of one. Raises SpecError."""
     lists: dict[str, list[Any]] = {}
-    for name, values in given.items():
+    for name, values in own_names(given).items():
         part_of(name)
         one = not isinstance(values, (list, tuple)) or (name == "devices" and all(isinstance(v, str) for v in values))
         lists[name] = [values] if one else list(values)

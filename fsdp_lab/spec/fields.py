@@ -3,16 +3,21 @@ checks, descriptions, exports and the what-if page read it, so that none of them
 
 import dataclasses
 import json
+import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache
+from html import escape
+from typing import Any, TypeVar
 
 from fsdp_lab.base.errors import SpecError, is_number, is_whole
 from fsdp_lab.spec.user_code import UserCode, is_code
 
 AUTO = "auto"
+Kind = TypeVar("Kind")
 _WITH_THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")  # commas as people write them, and no decimal ones
 
 
@@ -101,8 +106,23 @@ class FieldRow:
     def write(self, value: Any) -> str:
         """A value as text to be changed."""
         if isinstance(value, list | tuple):
-            return ", ".join(value)
+            return ", ".join(map(str, value))
         return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+    def shown(self, value: Any) -> str:
+        """A value in words."""
+        return self.none if value is None else self.write(value) if self.text is None else self.text(value)
+
+    @property
+    def sentence(self) -> str:
+        """What it is, with its label where the name does not say that."""
+        return self.help if self.label == self.name.replace("_", " ") else f"{self.label}: {self.help}"
+
+    def line(self, default: Any) -> str:
+        """What it is, what it takes, and its default."""
+        named = ", ".join([*map(str, self.tokens), *filter(None, [self.others])])
+        takes = named or self.wanted or (self.typed and f"such as {self.typed}")
+        return "; ".join(filter(None, [self.sentence, takes, f"default: {self.shown(default)}"]))
 
 
 def knob(default: Any, row: FieldRow, *limits: Limit, **more: Any) -> Any:
@@ -119,6 +139,34 @@ def rows_of(kind: Any) -> dict[str, FieldRow]:
         label = row.label or f.name.replace("_", " ")
         rows[f.name] = replace(row, name=f.name, type=of, label=label, choices=choices)
     return rows
+
+
+def documented(*parts: type) -> Callable[[type[Kind]], type[Kind]]:
+    """A decorator that adds the fields of a dataclass, and of `parts` before them, to its docstring, a sentence each."""
+
+    def add(kind: type[Kind]) -> type[Kind]:
+        lines = [
+            f"    {name}: {row.line(getattr(part, name))}."
+            for part in (*parts, kind)
+            for name, row in rows_of(part).items()
+        ]
+        wrapped = [textwrap.fill(line, 110, subsequent_indent=" " * 8) for line in lines]
+        kind.__doc__ = "\n".join([str(kind.__doc__), "", "    Fields:", *wrapped])
+        return kind
+
+    return add
+
+
+def html_table(values: Mapping[str, Any], rows: Mapping[str, FieldRow], bold: Collection[str]) -> str:
+    """Fields with their values and what they are, those in `bold` in bold."""
+    cells = [(name, rows[name].shown(value), rows[name].sentence) for name, value in values.items()]
+    lines = [
+        "".join(
+            f'<td style="text-align:left{";font-weight:bold" if row[0] in bold else ""}">{escape(c)}</td>' for c in row
+        )
+        for row in cells
+    ]
+    return f"<table><tr>{'</tr><tr>'.join(lines)}</tr></table>"
 
 
 def only(of: str, allowed: tuple[Any, ...], why: str, hint: str = "", *, fix: Any = None, other: str = "") -> Limit:
@@ -171,3 +219,53 @@ def check_fields(prefix: str, part: Any) -> None:
             check_value(name, value, row)
         if row.code and isinstance(value, Mapping) and is_code(value) and not isinstance(value, UserCode):
             object.__setattr__(part, f.name, UserCode.of(name, value))
+
+
+# -- names of other libraries ----------------------------------------------------------------------------------------
+
+# fmt: off
+# Of transformers' TrainingArguments and TRL -> the field that means the same.
+ALIASES: Mapping[str, str] = {
+    "bf16": "precision", "dataset_name": "data", "dataset_text_field": "text_field", "fp16": "precision",
+    "gradient_accumulation_steps": "accumulate", "gradient_checkpointing": "recompute", "learning_rate": "lr",
+    "lr_scheduler_type": "lr_schedule", "max_grad_norm": "clip_norm", "max_length": "seq_len", "max_seq_length": "seq_len",
+    "model_name_or_path": "model", "optim": "optimizer", "per_device_train_batch_size": "micro_batch",
+    "tokenizer_name": "tokenizer", "torch_compile": "compile",
+}
+# Their values that have another name here.
+_VALUES: Mapping[str, Mapping[Any, Any]] = {
+    "bf16": {True: "bf16", False: "fp32"}, "fp16": {True: "fp16", False: "fp32"}, "max_grad_norm": {0: None},
+    "gradient_checkpointing": {True: "full", False: "none"}, "lr_scheduler_type": {"constant_with_warmup": "constant"},
+    "optim": {"adamw_torch": "adamw"},
+}
+# fmt: on
+_LENGTH = "how long to train is no field of a Spec"
+# Their names for what no field says, with the reason and a hint.
+NOT_FIELDS: Mapping[str, tuple[str, str]] = {
+    "eval_steps": ("how often to evaluate is no field of a Spec", "give lab.run(evaluate=50)"),
+    "max_steps": (_LENGTH, "give lab.run(steps=...), and decay_steps where the rate falls"),
+    "num_train_epochs": (_LENGTH, "give lab.run(steps=...): samples x epochs / global batch"),
+    "output_dir": ("where checkpoints go is no field of a Spec", "give lab.run(save=folder)"),
+    "warmup_ratio": ("a warm-up has a number of steps here", "give warmup_steps"),
+}
+
+
+def own_names(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Changes with names of transformers and TRL replaced by those of the fields, each said once in a process; of a list,
+    as `Lab.compare` takes it, each value. Raises SpecError for two names of one field."""
+    own: dict[str, Any] = {}
+    for name, value in changes.items():
+        field, values = ALIASES.get(name, name), _VALUES.get(name, {})
+        if field in own or (field != name and field in changes):
+            raise SpecError(field, f"{name} means it too", "give one of the two")
+        if field != name:
+            _say_once(f"{name} is {field} here")
+        many = isinstance(value, list)
+        given = [values.get(v, v) if isinstance(v, Hashable) else v for v in (value if many else [value])]
+        own[field] = given if many else given[0]
+    return own
+
+
+@cache
+def _say_once(note: str) -> None:
+    logging.getLogger(__name__).warning(note)

@@ -85,27 +85,28 @@ _KEEPS_LOW = (
 )
 
 
+@fields.documented()
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """The dtype of each role; None leaves it as the computation produces it. Master shards are always fp32."""
 
     # fmt: off
-    param: str = knob("fp32", one_of(DTYPES))  # unsharded parameters, hence matrix products, activations
-    reduce: str = knob("fp32", one_of(DTYPES))  # gradients while they are reduced
-    # What the root module returns.
+    param: str = knob("fp32", one_of(DTYPES), help="Unsharded parameters, hence matrix products and activations")
+    reduce: str = knob("fp32", one_of(DTYPES), help="Gradients while they are reduced")
     output: str | None = knob(
-        None, one_of(DTYPES), only("ddp fsdp1", (None,), "{} has no dtype for outputs", "leave it empty")
+        None, one_of(DTYPES), only("ddp fsdp1", (None,), "{} has no dtype for outputs", "leave it empty"),
+        help="What the root module returns",
     )
-    buffer: str | None = knob(None, one_of(DTYPES))  # floating-point buffers
-    # Normalisation layers except BatchNorm, which stays fp32; None: as the other parameters.
+    buffer: str | None = knob(None, one_of(DTYPES), help="Floating-point buffers")
     norm: str | None = knob(
         None, one_of(DTYPES), only("fsdp2 fsdp1 ddp", (None,), "{} has no dtype of their own for normalisation layers",
                                    "leave it empty", other="use backend lab"),
+        help="Normalisation layers except BatchNorm, which stays fp32; auto: as the other parameters",
     )
-    # Gradient shards stay in the reduce dtype until the optimizer's step.
     keep_low_precision_gradients: bool = knob(
         False, BOOL, only("ddp fsdp2", (False,), _KEEPS_FP32, "leave it false", other="use backend lab"),
         only("fsdp1", (False,), _KEEPS_LOW, "leave it false", other="use backend lab"),
+        help="Gradient shards stay in the reduce dtype until the optimizer's step",
     )
     # fmt: on
 
@@ -148,6 +149,7 @@ def _group_sizes(now: Mapping[str, Any]) -> Sequence[int | None]:
     return (None, *sorted({1, *_divisors(now["world_size"]), now["world_size"]}))
 
 
+@fields.documented()
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
     """How the work is sharded, and by which backend. `Spec` refuses what a backend cannot do."""
@@ -253,9 +255,9 @@ class Strategy:
         False, BOOL, only(YOURS, (False,), "the lab calls your engine from hooks that a compiler would leave out"),
         group="Schedule", help="torch.compile of each block", planned=True, choices=(False, True),
     )
-    # Code: the class of backend "yours" (fsdp_lab/backends/yours.py); the other backends do not look at it.
+    # The other backends do not look at it.
     engine: str | Mapping[str, Any] | None = knob(
-        None, _ENGINE, none="off", code=True, in_name=True, text=code_name, help="The class of backend yours"
+        None, _ENGINE, help="The class of backend yours", none="off", code=True, in_name=True, text=code_name
     )
     # fmt: on
 
@@ -344,6 +346,7 @@ class Strategy:
         )
 
 
+@fields.documented(Workload, Strategy)
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """One thing that can be run: a workload, a strategy and a world size, valid as a whole. Raises SpecError for a field, or
@@ -407,6 +410,18 @@ class Spec:
             raise SpecError("spec", "is not a JSON object", 'write {"workload": {...}, "strategy": {...}}')
         return cls.from_dict(d)
 
+    def __repr__(self) -> str:
+        """What differs from the default, as code that makes an equal Spec; code of the user's by its name."""
+        changed = {name: own for name, (own, _) in self.difference(Spec()).items()}
+        changed |= {name: code_name(value) for name, value in changed.items() if FIELDS[name].code and is_code(value)}
+        if "precision" in changed:
+            changed["precision"] = self.strategy.precision
+        return f"Spec().replace({', '.join(f'{name}={v!r}' for name, v in changed.items())})" if changed else "Spec()"
+
+    def _repr_html_(self) -> str:
+        """Every field with its value and what it is; what differs from the default in bold."""
+        return fields.html_table(self.flat(), FIELDS, set(self.difference(Spec())))
+
     @cached_property
     def id(self) -> str:
         """Eight hex digits; equal Specs have equal ids, in any process."""
@@ -417,9 +432,10 @@ class Spec:
         return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
     def replace(self, **changes: Any) -> Spec:
-        """A copy with fields replaced, by flat name: `spec.replace(sharding="shard_grad_op", micro_batch=8)`."""
+        """A copy with fields replaced, by flat name: `spec.replace(sharding="shard_grad_op", micro_batch=8)`; also
+        by the names of transformers' Trainer where they mean the same (`fsdp_lab.spec.fields.ALIASES`)."""
         parts: dict[str, dict[str, Any]] = {"workload": {}, "strategy": {}, "": {}}
-        for name, value in changes.items():
+        for name, value in fields.own_names(changes).items():
             parts[part_of(name)][name] = value
         return Spec(
             workload=parts[""].pop("workload", None) or dataclasses.replace(self.workload, **parts["workload"]),
@@ -638,8 +654,10 @@ def _check_devices(devices: Any, world_size: int) -> tuple[str, ...]:
     return tuple(devices)
 
 
-def _check_link(text: Any) -> str:
-    """The link in canonical spelling, so that equal links make equal Specs."""
+def _check_link(text: Any) -> str | None:
+    """The link in canonical spelling, so that equal links make equal Specs; None for "off"."""
+    if isinstance(text, str) and text and FIELDS["link"].means_none(text):
+        return None
     try:
         return LinkSpec.parse(text).text
     except LinkError as e:
@@ -673,14 +691,16 @@ def part_of(name: str, unknown: str | None = None) -> str:
     for part, kind in {**PARTS, "": Spec}.items():
         if name in {f.name for f in dataclasses.fields(kind)}:
             return part
+    if name in fields.NOT_FIELDS:
+        raise SpecError(name, *fields.NOT_FIELDS[name])
     if unknown is None:
         raise _no_field("", name, [*FIELDS])
     return unknown
 
 
 def _no_field(prefix: str, name: str, names: Sequence[str]) -> SpecError:
-    similar = difflib.get_close_matches(name, names, n=1)
-    hint = f"use {similar[0]}" if similar else f"the fields are {', '.join(names)}"
+    similar = difflib.get_close_matches(name, names, n=2)
+    hint = f"did you mean {' or '.join(similar)}" if similar else "help(fsdp_lab.Spec) names the fields"
     return SpecError(f"{prefix}{name}", "there is no such field", hint)
 
 

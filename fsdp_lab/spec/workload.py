@@ -20,6 +20,7 @@ DROPOUTS = ("off", "config")
 RANDOM, OWN = "random", "own"  # initial values; other values of `weights` are folders
 PACKINGS = ("packed", "padded")
 LORA_FIELD = "workload.lora"
+_OF_PEFT = {"lora_alpha": "alpha", "target_modules": "targets", "lora_dropout": ""}  # "": 0 alone is possible
 _LORA_HINT = 'give {"r": 8}, and if you like alpha (a number above 0) and targets (a list of module names)'
 
 
@@ -51,13 +52,17 @@ class Lora:
 
     @classmethod
     def of(cls, given: Any) -> Lora | None:
-        """Makes one from its fields as a mapping, or None."""
+        """Makes one from its fields as a mapping, also by peft's names, or None."""
         if given is None or isinstance(given, cls):
             return given
-        names = {f.name for f in dataclasses.fields(cls)}
-        if not isinstance(given, Mapping) or not set(given) <= names or "r" not in given:
+        names = {f.name: f.name for f in dataclasses.fields(cls)} | _OF_PEFT
+        if not isinstance(given, Mapping) or not set(given) <= set(names) or "r" not in given:
             raise SpecError(LORA_FIELD, f"{given!r} is refused", _LORA_HINT, {"lora": None})
-        return cls(**given)
+        if given.get("lora_dropout"):
+            hint, fix = "leave lora_dropout out", {"lora": {n: v for n, v in given.items() if n != "lora_dropout"}}
+            raise SpecError(LORA_FIELD, "adapters have no dropout here", hint, fix)
+        own = {names[name]: value for name, value in given.items() if names[name]}
+        return cls(**own)
 
     @property
     def scale(self) -> float:
@@ -104,6 +109,7 @@ def _described(given: Any) -> str:
     return " ".join(name if v is True else f"{name}={v}" for name, v in given.items() if v is not None) or "none"
 
 
+@fields.documented()
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """The model, the data and the optimizer that are trained. A step sees micro_batch x accumulate x world_size samples."""
@@ -120,10 +126,10 @@ class Workload:
         None, _WEIGHTS, group="Training", help="Where values begin. A change begins at step 0", tokens=(RANDOM, OWN),
         others="or a folder", typed="/my/weights", lineage=True, of_configs=True, path=True,
     )
-    # Patterns (fnmatch) of parameters that begin random where the weights lack them or have another shape; also of tensors
-    # that the weights have and the model does not.
+    # Also of tensors that the weights have and the model does not.
     fresh_weights: tuple[str, ...] | None = knob(
-        None, _PATTERNS, json=True, lineage=True, of_configs=True, help="Parameters that begin random all the same"
+        None, _PATTERNS, json=True, lineage=True, of_configs=True,
+        help="Patterns (fnmatch) of parameters that begin random where the weights lack them or have another shape",
     )
     # Python's own source; a file or folder of text or of records (JSON lines, Parquet, Arrow, saved by `datasets`);
     # "org/name" on the Hugging Face Hub, of which the split "train"; "images", or a folder of images; or code: a dataset,
@@ -138,14 +144,14 @@ class Workload:
         others="or a folder", typed="/my/tokenizer", samples=True, live=True, of_text=True, of_configs=True, path=True,
     )
     text_field: str | None = knob(
-        None, _COLUMN, samples=True, live=True, of_text=True, of_configs=True,
-        help="The column of records with the text; auto: text, or else messages, a chat",
+        None, _COLUMN, help="The column of records; auto: text, else messages, else a question with its answer",
+        samples=True, live=True, of_text=True, of_configs=True,
     )
     packing: str = knob(
-        "packed", one_of(PACKINGS), samples=True, live=True, of_text=True, of_configs=True,
-        help="Samples joined and cut into windows of seq_len, or one sample a row",
+        "packed", one_of(PACKINGS), help="Samples joined and cut into windows of seq_len, or one sample a row",
+        samples=True, live=True, of_text=True, of_configs=True,
     )
-    held_out: float = knob(0.05, _SHARE, live=True, help="The share of the samples, at the end, that is evaluated only")
+    held_out: float = knob(0.05, _SHARE, help="Share of the samples, at the end, that is not trained on", live=True)
     seq_len: int = knob(
         128, whole(2), group="Workload", label="sequence length", help="Tokens of a sample",
         choices=(32, 64, 128, 256, 512, 1024), samples=True, live=True, of_configs=True,
@@ -160,8 +166,8 @@ class Workload:
     )
     # Those at their default are left out.
     optimizer_args: Mapping[str, Any] = knob(
-        Arguments(), _ARGUMENTS, json=True, same_work=True, bare=True, text=_described,
-        help="More arguments of the optimizer",
+        Arguments(), _ARGUMENTS, help="Of the optimizer's class in torch.optim", json=True, same_work=True, bare=True,
+        text=_described,
     )
     lr: float = knob(3e-4, POSITIVE, group="Training", label="learning rate", help="The full rate", live=True)
     lr_schedule: str = knob(
@@ -173,11 +179,9 @@ class Workload:
     decay_steps: int | None = knob(
         None, whole(1), group="Training", help="Where linear and cosine end", none="none", least=None, live=True
     )
-    lr_end: float = knob(0.0, _END, live=True, help="The rate after decay_steps")
-    weight_decay: float = knob(0.1, NOT_NEGATIVE, live=True, help="Of matrices")
-    clip_norm: float | None = knob(
-        None, POSITIVE, none="off", live=True, help="Greatest norm of the global gradient; off: no clipping"
-    )
+    lr_end: float = knob(0.0, _END, help="The rate from decay_steps on, as a share of lr", live=True)
+    weight_decay: float = knob(0.1, NOT_NEGATIVE, help="Of matrices; vectors have none", live=True)
+    clip_norm: float | None = knob(None, POSITIVE, help="Largest norm of the global gradient", none="off", live=True)
     dropout: str = knob(
         "off", one_of(DROPOUTS), group="Training", help="None, or as the model's config says", of_configs=True
     )
@@ -187,7 +191,7 @@ class Workload:
     )
     # The rest has `lr`, and `weight_decay` on matrices only.
     param_groups: tuple[ParamGroup, ...] | None = knob(
-        None, _GROUPS, json=True, none="off", help="Parameters with rates of their own; the first group that matches counts"
+        None, _GROUPS, help="Parameters with rates of their own; the first that matches counts", json=True, none="off"
     )
     # Low-rank adapters, which alone are trained: {"r": 8}, see `Lora`.
     lora: Lora | Mapping[str, Any] | None = knob(
@@ -196,9 +200,10 @@ class Workload:
         choices=(None, *map(_adapters, ("4", "8", "16"))), typed="32", reads=_adapters, lineage=True, of_configs=True,
         text=_described,
     )
-    seed: int = knob(0, whole(0), lineage=True, help="Of initial values and of the order of samples")
-    # None: the model of transformers computes its own.
-    loss: str | Mapping[str, Any] | None = knob(None, _LOSS, code=True, help="Of a model that is code")
+    seed: int = knob(0, whole(0), help="Of initial values, order of the samples, and dropout", lineage=True)
+    loss: str | Mapping[str, Any] | None = knob(
+        None, _LOSS, help="Of a model that is code: (model, batch) -> scalar tensor; auto: the model's own", code=True
+    )
     # fmt: on
 
     def __post_init__(self) -> None:

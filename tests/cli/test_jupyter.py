@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -61,12 +62,58 @@ def test_a_server_without_a_token_is_refused(code: int, refused: bool):
             jupyter.refuse_without_token(f"http://127.0.0.1:{server.server_port}")
 
 
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The command of an environment of its own, into which pip installed a wheel; it sees the packages of this one."""
+    python, repo, folder = [sys.executable, "-m"], Path(__file__).parents[2], tmp_path_factory.mktemp("installed")
+    run = partial(subprocess.run, check=True, cwd=folder, timeout=240, stdout=subprocess.DEVNULL)
+    for module in ("build", "hatchling", "twine"):
+        pytest.importorskip(module)
+    run([*python, "build", "--no-isolation", "--outdir=dist", repo])  # the sdist, and of it the wheel
+    run([*python, "twine", "check", "--strict", *(folder / "dist").iterdir()])
+    run([*python, "venv", "--without-pip", "env"])
+    run([*python, "pip", "--python=env", "install", "--no-deps", "--no-index", *(folder / "dist").glob("*.whl")])
+    (site,) = (folder / "env").glob("lib/python3.*/site-packages")
+    (site / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    return folder / "env/bin/fsdp-lab"
+
+
 @pytest.mark.slow
-def test_it_serves_until_ctrl_c_and_leaves_nothing(tmp_path: Path):
+def test_a_wheel_has_all_that_the_commands_read(installed: Path, tmp_path: Path):
+    """Where there is no clone, from an empty folder."""
+    environment = {**os.environ, "FSDP_LAB_HISTORY": str(tmp_path / "runs.sqlite3")}
+    environment.pop("PYTHONPATH", None)
+    (empty := tmp_path / "empty").mkdir()
+    run = partial(subprocess.run, cwd=empty, env=environment, capture_output=True, text=True, timeout=240)
+    code = "import fsdp_lab, sys; print(fsdp_lab.__file__.startswith(sys.prefix))"
+    assert run([installed.parent / "python", "-c", code]).stdout == "True\n"
+    assert run([installed, "doctor"]).returncode in (0, 1)
+    planned = run([installed, "plan", "--hardware=h100", "--model=gpt2-124m", "--page=page.html"])
+    assert planned.returncode == 0 and (empty / "page.html").stat().st_size > 30_000, planned.stderr
+    (empty / "loop.py").write_text(LOOP)
+    watched = run([installed, "watch", "--", installed.parent / "python", "loop.py"])
+    assert watched.returncode == 0 and "fsdp-lab history show" in watched.stderr, watched.stderr
+
+
+LOOP = """
+import torch
+model = torch.nn.Linear(4, 4)
+sgd = torch.optim.SGD(model.parameters())
+for _ in range(8): sgd.zero_grad(), model(torch.ones(2, 4)).sum().backward(), sgd.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", ["clone", "wheel"])
+def test_it_serves_until_ctrl_c_and_leaves_nothing(of: str, request: pytest.FixtureRequest, tmp_path: Path):
     environment = {**os.environ,
                    **{f"JUPYTER_{name}_DIR": str(tmp_path / name) for name in ("CONFIG", "DATA", "RUNTIME")},
+                   "JUPYTERLAB_DIR": str(Path(sys.prefix, "share/jupyter/lab")),
                    "IPYTHONDIR": str(tmp_path / "ipython")}  # fmt: skip
     command = [sys.executable, "-m", "fsdp_lab", "lab", "--no-browser", "--dir", str(tmp_path / "notebooks")]
+    if of == "wheel":
+        command[:3] = [str(request.getfixturevalue("installed"))]
+        environment.pop("PYTHONPATH", None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         given = [*command, f"--port={taken.getsockname()[1]}"]
         refused = subprocess.run(given, env=environment, capture_output=True, text=True, cwd=tmp_path, timeout=60)
@@ -77,6 +124,9 @@ def test_it_serves_until_ctrl_c_and_leaves_nothing(tmp_path: Path):
     family: list[psutil.Process] = []
     try:
         base, token = url_of(log, process)
+        assert {"01_live_dashboard.ipynb", "reference.md", "other_front_ends.md", "course"} <= {
+            file["name"] for file in ask(f"{base}/api/contents?token={token}")["content"]
+        }
         settings = ask(f"{base}/lab/api/settings/@jupyterlab/apputils-extension:notification?token={token}")
         assert settings["schema"]["properties"]["fetchNews"]["default"] == "false", "no question about news"
         assert not settings["settings"] and not any("notification" in p.name for p in tmp_path.rglob("*settings*"))

@@ -67,9 +67,23 @@ def test_a_kernel_shows_how_far_it_is_and_a_restarted_one_finds_its_ranks_by_the
             cell("%px square = rank ** 2")
             cell("%%px\nassert model is session.model and world_size == 2")
             assert cell("print(lab.client[lab.cluster.engine_ids]['square'])")[0].endswith("[0, 1]\n")
+        cell("%load_ext fsdp_lab")
+        told, _ = cell("%%ranks\nprint(rank, 'of', world_size)\nrank + square")
+        assert "[rank 0] 0 of 2\n" in told and "[rank 1] 1 of 2\n" in told and "[rank 1] 2" in told
+        assert cell("%%ranks --rank 1\nprint('only', rank)")[0] == "[rank 1] only 1\n" and not errors[1:]
+        for wrong in ("%%ranks --rank 2\n0", "%%ranks --all\n0", "%%ranks\n1 / rank", "%lab two"):
+            cell(wrong)
+        cell("before = lab\n%lab 2")
+        assert cell("print(before is lab)")[0] == "True\n"
         assert cell("print(former.closed, lab.closed, pids != lab.cluster.pids)")[0] == "True False True\n"
         cell("lab.close()")
-        assert errors == ["division by zero"]
+        cell("%%ranks\n0")
+        zero, unknown, other, failed, word, closed = errors
+        assert (
+            zero == "division by zero" and "there is no rank 2; give 0 to 1" in unknown and "--all' is refused" in other
+        )
+        assert failed == "the cell failed on rank 0: ZeroDivisionError: division by zero"
+        assert "give the number of ranks, as in %lab 2" in word and "start one with %lab 2" in closed
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)

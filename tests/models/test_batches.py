@@ -221,16 +221,14 @@ def test_a_held_out_sample_is_the_same_whoever_reads_it(book: str, model: str, d
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_too_few_held_out_samples_are_refused_with_a_way_out(book: str) -> None:
+def test_of_few_held_out_samples_all_are_evaluated_and_none_are_refused_with_a_way_out(book: str) -> None:
     workload = Workload(model="gpt2-1m", data=book, seq_len=16)  # 2 of 50
     batches = Batches(workload, GPT2, rank=0, world_size=1)
-    with pytest.raises(SpecError, match="2 of 50 samples are held out, and 9 are to be evaluated") as refused:
-        next(batches.held_out(9))
-    assert refused.value.field == "workload.held_out" and refused.value.hint.endswith("or evaluate fewer")
-    mended = Workload(model="gpt2-1m", data=book, seq_len=16, **refused.value.fix)
-    check(mended, evaluated=9)
-    check(workload, evaluated=2)
-    for hopeless in (26, 10**6):
-        with pytest.raises(SpecError, match="give more data") as refused:
-            check(mended, evaluated=hopeless)
-        assert not refused.value.fix
+    assert batches.check_held_out(9) == 2 == sum(counted for _, counted in batches.held_out(9))
+    less = dataclasses.replace(workload, held_out=0.01)
+    with pytest.raises(SpecError, match="none of 50 samples is held out to evaluate on; use held_out") as refused:
+        next(Batches(less, GPT2, rank=0, world_size=1).held_out(9))
+    assert refused.value.field == "workload.held_out"
+    check(dataclasses.replace(less, **refused.value.fix), evaluated=9)
+    with pytest.raises(SpecError, match="give more data"):
+        check(dataclasses.replace(less, seq_len=800), evaluated=1)

@@ -22,7 +22,8 @@ import torch
 from filelock import FileLock
 from transformers import AutoTokenizer
 
-from fsdp_lab.base.errors import SpecError
+from fsdp_lab.base.errors import ArgumentError, SpecError
+from fsdp_lab.base.generation import Sampling
 from fsdp_lab.models import cache, tokens
 from fsdp_lab.models.batches import Batches
 from fsdp_lab.models.cache import weights_folder
@@ -30,6 +31,8 @@ from fsdp_lab.models.check import check, notes_on
 from fsdp_lab.models.configs import resolve
 from fsdp_lab.models.sources import IGNORED, Batch, TokenSource
 from fsdp_lab.models.tokens import ByteTokenizer, FolderTokenizer
+from fsdp_lab.rank.generation import encoded
+from fsdp_lab.spec.spec import Spec
 from fsdp_lab.spec.workload import Workload
 from tests.models import words
 from tests.models.small import filled
@@ -185,6 +188,35 @@ def test_only_answers_of_a_chat_are_predicted(tmp_path: Path, template: str) -> 
     assert packed["labels"].tolist() == [[n, n, n, n, *ids(2, 3), END, n], [n, n, n, *ids(5), END, n, n, n]]
 
 
+@pytest.mark.parametrize(("record", "plain"), [
+    ({"conversations": [{"from": "human", "value": text(1)}, {"from": "gpt", "value": text(2, 3)}]}, None),
+    ({"prompt": [{"role": "user", "content": text(1)}], "completion": [{"role": "assistant", "content": text(2, 3)}]}, None),
+    ({"prompt": text(1), "completion": text(2, 3)}, text(1) + text(2, 3)),
+    ({"instruction": text(1), "input": "", "output": text(2, 3)}, f"{text(1)}\n\n{text(2, 3)}"),
+], ids=lambda value: "-".join(value) if isinstance(value, dict) else "")  # fmt: skip
+def test_questions_with_answers_are_chats_or_else_texts(
+    tmp_path: Path, record: dict[str, Any], plain: str | None
+) -> None:
+    folder = word_tokenizer(tmp_path / "tokenizer", words.PLAIN_TEMPLATE)
+    (tmp_path / "c.jsonl").write_text(json.dumps(record))
+    pa.parquet.write_table(pa.Table.from_pylist([record]), tmp_path / "c.parquet")
+    for data in (str(tmp_path / "c.jsonl"), str(tmp_path / "c.parquet")):
+        workload = Workload(model=GPT2, data=data, tokenizer=folder, packing="padded", seq_len=64, **IN_ORDER)
+        found, n = rows(workload), IGNORED
+        assert found["input_ids"][0, :7].tolist() == [USER, *ids(1), END, ASSISTANT, *ids(2, 3), END]
+        assert found["labels"][0, :8].tolist() == [n, n, n, n, *ids(2, 3), END, n]
+        if plain is None:
+            refused("workload.data", "bytes have no template", data=data, tokenizer="bytes")
+        else:
+            as_bytes = rows(dataclasses.replace(workload, tokenizer="bytes"))["input_ids"][0]
+            assert bytes(i - 3 for i in as_bytes.tolist() if i > 2).decode() == plain
+    spec, many = Spec(workload=workload), batches(workload)
+    asked = [text(1), [{"role": "user", "content": text(1)}]]
+    assert encoded(spec, many, asked, Sampling(new_tokens=1)) == [[USER, *ids(1), END, ASSISTANT]] * 2
+    with pytest.raises(ArgumentError, match="is a chat, and bytes have no template for chats; give a text instead"):
+        encoded(spec, batches(Workload(model=GPT2, tokenizer="bytes", seq_len=64)), asked[1:], Sampling())
+
+
 def test_a_chat_whose_answers_have_no_exact_place_is_refused(tmp_path: Path) -> None:
     folder = word_tokenizer(tmp_path / "tokenizer", words.SHIFTING_TEMPLATE)
     data = json_lines(tmp_path / "chats.jsonl", [chat(text(1), text(2), text(3), text(4))], field="messages")
@@ -308,14 +340,9 @@ def test_tokens_are_made_once_for_a_content(tmp_path: Path, folder: str, monkeyp
     assert made == [False] * 3, "another tokenizer"
 
 
-def _both(place: Place, workload: Workload, folder: str) -> tuple[int, list[list[int]], str]:
+def _both(place: Place, workload: Workload, folder: str) -> tuple[int, list[list[int]]]:
     """Rank 1 comes while rank 0 makes the tokens, which goes on when rank 1 waits for them. Returns how many batches of
-    them each made, what it reads, and how it was refused."""
-    with mock.patch.dict(os.environ, {cache.VARIABLE: folder}):  # the process is the pool's, and stays
-        return _both_in_cache(place, workload)
-
-
-def _both_in_cache(place: Place, workload: Workload) -> tuple[int, list[list[int]], str]:
+    them each made, and what it reads."""
     made = []
 
     def progress(awaits: bool) -> None:
@@ -329,17 +356,15 @@ def _both_in_cache(place: Place, workload: Workload) -> tuple[int, list[list[int
 
     if place.rank == 1:
         place.store.wait(["making"])
-    try:
+    with mock.patch.dict(os.environ, {cache.VARIABLE: folder}):  # the process is the pool's, and stays
         reader = batches(workload, place.rank, 2, progress=progress)
-    except SpecError as e:
-        return len(made), [], str(e)
-    return len(made), reader.batch(0)["input_ids"].tolist(), ""
+        return len(made), reader.batch(0)["input_ids"].tolist()
 
 
 def test_of_two_processes_one_makes_the_tokens_and_the_other_waits(pool: Pool, tmp_path: Path, folder: str) -> None:
     data = json_lines(tmp_path / "some.jsonl", uneven(40, 9))
     workload = Workload(model=GPT2, data=data, tokenizer=folder, seq_len=8)
-    (made, mine, _), (theirs_made, theirs, _) = pool.run(_both, 2, workload, str(tmp_path / "cache"), reduction=None)
+    (made, mine), (theirs_made, theirs) = pool.run(_both, 2, workload, str(tmp_path / "cache"), reduction=None)
     assert (made, theirs_made) == (1, 0) and mine != theirs
 
 

@@ -149,6 +149,7 @@ def test_prompts_are_texts() -> None:
         with pytest.raises(ArgumentError, match="prompts: .* give a text, or a list of texts"):
             checked_prompts(prompts)  # type: ignore[arg-type]
     assert checked_prompts("a") == ("a",) and checked_prompts(["a", "b"]) == ("a", "b")
+    assert checked_prompts(chat := [{"role": "user", "content": "a"}]) == (chat,) == checked_prompts([chat])
 
 
 # -- evaluations -----------------------------------------------------------------------------------------------------
@@ -233,7 +234,10 @@ def test_a_stop_during_an_evaluation_gives_it_up_and_keeps_the_step(pool: Pool, 
 
 
 def test_what_is_not_held_out_is_refused_and_nothing_is_trained(pool: Pool) -> None:
-    refused = fails(apply(spec(held_out=0), evaluated=1)), fails(train(2, evaluations={1: 10**6}))
-    for _, *said, after in play(pool, 2, apply(spec()), *refused, train(1, evaluations={0: SAMPLES})):
-        assert all(text.startswith("SpecError: workload.held_out: ") for text in said)
+    calls = fails(apply(spec(held_out=0), evaluated=1)), apply(spec(), evaluated=10**6)
+    for _, said, much, after in play(pool, 2, apply(spec()), *calls, train(1, evaluations={0: SAMPLES})):
+        assert said.startswith("SpecError: workload.held_out: none of ")
+        assert [
+            note for note in much["notes"] if "samples are held out: evaluations have these, and not 1000000" in note
+        ]
         assert [(e["step"], e["spec_id"]) for e in after["events"]] == [(0, spec().id)]

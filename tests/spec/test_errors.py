@@ -49,17 +49,11 @@ def test_a_notebook_shows_the_user_s_lines_and_the_sentence(capsys: pytest.Captu
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kind": "explode"}, "fault.kind: 'explode' is refused; give one of raise, nan, oom, stall, cut, slow, kill"),
-    ({"kind": None}, "fault.kind"),
+    ({"kind": None}, "fault.kind"), ({"kind": "nan", "phase": "update"}, "fault.phase: when a step is applied"),
     ({"phase": "sideways"}, "fault.phase: 'sideways' is refused; give one of forward, backward, update"),
-    ({"kind": "nan", "phase": "update"}, "fault.phase: when a step is applied"),
-    ({"ranks": []}, "fault.ranks"),
-    ({"ranks": [-1]}, "fault.ranks"),
-    ({"ranks": "1"}, "fault.ranks"),
-    ({"at_step": -1}, "fault.at_step"),
-    ({"for_s": 1.0}, "fault.for_s: it belongs to stall and this is raise"),
-    ({"kind": "stall", "for_s": 0}, "fault.for_s"),
-    ({"kind": "kill", "heals": True}, "fault.heals"),
-    ({"kind": "cut", "heals": 1}, "fault.heals"),
+    *(({"ranks": ranks}, "fault.ranks") for ranks in ([], [-1], "1")), ({"at_step": -1}, "fault.at_step"),
+    ({"for_s": 1.0}, "fault.for_s: it belongs to stall and this is raise"), ({"kind": "stall", "for_s": 0}, "fault.for_s"),
+    ({"kind": "kill", "heals": True}, "fault.heals"), ({"kind": "cut", "heals": 1}, "fault.heals"),
     ({"kind": "slow"}, "fault.link: a slow link is one of a bandwidth, or slower by a factor"),
     ({"kind": "slow", "link": "1 MB/s", "factor": 2}, "fault.link"),
     ({"kind": "slow", "link": "fast"}, "fault.link: 'fast' is no link"),
@@ -68,7 +62,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rank": 1}, "fault.rank: there is no such field; use kind, ranks, at_step"),
     ({"kind": "kill", "ranks": [0, 2]}, "fault.ranks: there is no rank 2; give ranks from 0 to 1"),  # of two
     ({"kind": "kill", "at_step": 4}, "fault.at_step: step 4 is over; give 5 or more"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "said"), REFUSED)

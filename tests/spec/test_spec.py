@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from fsdp_lab.base.errors import SpecError
+from fsdp_lab.runs.sweep import value_lists
 from fsdp_lab.spec import spec as vocabulary
 from fsdp_lab.spec.describe import describe_changes, describe_field, describe_fields, differing_fields, flat_fields
+from fsdp_lab.spec.fields import ALIASES, rows_of
 from fsdp_lab.spec.link import OFFERED, LinkError, LinkSpec, format_latency, format_rate, split_list
 from fsdp_lab.spec.optimizer import OPTIMIZERS, LrSchedule
 from fsdp_lab.spec.spec import PRECISIONS, Precision, Spec, Strategy
@@ -78,6 +80,9 @@ def test_whatever_is_refused_says_field_and_way_out_and_the_way_out_helps(w: Wor
 def test_hybrid_sharding_on_too_few_ranks_names_enough(ranks: int, enough: int) -> None:
     refused = Spec(world_size=ranks, devices=["cpu"] * ranks).validate(sharding="hybrid_shard")
     assert refused is not None and refused.fix == {"world_size": enough} and f"use {enough} ranks" in refused.hint
+    factors = [(Spec(world_size=n).replace(sharding="hybrid_shard", shard_size=size)).shard_factor
+               for n, size in ((6, None), (6, 2), (4, None))]  # fmt: skip
+    assert factors == [3, 2, 2] and Spec(world_size=6).shard_factor == 6
     again = Spec(world_size=ranks, devices=["cpu"] * ranks).validate(sharding="hybrid_shard", **refused.fix)
     assert again is not None and again.fix == {"devices": ["cpu"] * enough}, "CPUs that were named stay CPUs"
 
@@ -132,6 +137,23 @@ def test_each_field_is_refused_by_its_name(changes: dict[str, Any], field: str) 
     assert str(refusal) == f"{refusal.field}: {refusal.reason}; {refusal.hint}"
 
 
+def test_every_field_says_what_it_is_takes_and_is_by_default_in_help_repr_and_table() -> None:
+    told = " ".join(str(Spec.__doc__).split())
+    for name, row in (vocabulary.FIELDS | rows_of(Precision)).items():
+        assert row.help and row.line(None).count("; ") >= 1 + (name != "devices"), name
+        assert name in Precision.__dataclass_fields__ or f"{name}: {row.sentence}" in told, name
+    for part in (Strategy, Workload):
+        assert all(f" {name}: " in str(part.__doc__) for name in rows_of(part))
+    changed = Spec().replace(
+        lora={"r": 8}, micro_batch=2, precision=Precision(param="bf16"), freeze=["*.bias"], link="0.1 GB/s"
+    )
+    assert repr(Spec()) == "Spec()" and "micro_batch=2" in repr(changed) and "sharding" not in repr(changed)
+    assert eval(repr(changed)) == changed
+    rows = changed._repr_html_().split("<tr>")
+    assert {row.split(">", 2)[1].split("<")[0] for row in rows if "bold" in row} == set(changed.difference(Spec()))
+    assert len(rows) == 1 + len(vocabulary.FIELDS)
+
+
 @pytest.mark.parametrize(("text", "said"), [
     ("{", "spec: is not JSON (line 1"),
     ("[]", "spec: is not a JSON object"), ('{"workloads": {}}', "workloads: there is no such field"),
@@ -152,6 +174,25 @@ def test_replace_routes_flat_names_and_changes_nothing_else() -> None:
     assert after.difference(before) == of_strategy | others and before == Spec() and after.global_batch == 24
 
 
+def test_names_of_trainer_and_peft_are_taken_and_ours_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    theirs = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "learning_rate": 1e-3, "bf16": True,
+              "gradient_checkpointing": True, "max_grad_norm": 0, "lr_scheduler_type": "constant_with_warmup",
+              "warmup_steps": 5, "optim": "adamw_torch", "model_name_or_path": "gpt2-1m", "max_seq_length": 64,
+              "lora": {"r": 4, "lora_alpha": 16, "target_modules": ["c_attn"], "lora_dropout": 0.0}}  # fmt: skip
+    ours = {"micro_batch": 8, "accumulate": 2, "lr": 1e-3, "precision": "bf16", "recompute": "full", "clip_norm": None,
+            "lr_schedule": "constant", "warmup_steps": 5, "optimizer": "adamw", "model": "gpt2-1m", "seq_len": 64,
+            "lora": {"r": 4, "alpha": 16, "targets": ["c_attn"]}}  # fmt: skip
+    assert Spec().replace(**theirs) == Spec().replace(**theirs) == Spec().replace(**ours, link="off")
+    assert caplog.messages.count("per_device_train_batch_size is micro_batch here") <= 1
+    assert value_lists({"bf16": [True, False], "lr": 1.0}) == {"precision": ["bf16", "fp32"], "lr": [1.0]}
+    assert set(ALIASES.values()) <= set(vocabulary.FIELDS) and not set(ALIASES) & set(vocabulary.FIELDS)
+    for wrong, said in (({"num_train_epochs": 3}, "give lab.run(steps="),
+                        ({"lr": 1.0, "learning_rate": 1.0}, "means it too"),
+                        ({"optimiser": "sgd"}, "did you mean optimizer"),
+                        ({"lora": {"r": 4, "lora_dropout": 0.1}}, "leave lora_dropout out")):  # fmt: skip
+        assert said in str(Spec().validate(**wrong))
+
+
 @pytest.mark.parametrize(("sync", "accumulate", "communicating"), [
     ("every", 3, [0, 1, 2]), (1, 3, [0, 1, 2]), ("last", 3, [2]), (3, 3, [2]), (7, 3, [2]), (2, 4, [1, 3]),
     (2, 5, [1, 3, 4]), (3, 8, [2, 5, 7]), ("last", 1, [0]),
@@ -162,13 +203,6 @@ def test_the_micro_batches_that_communicate(sync: str | int, accumulate: int, co
     assert spec.communications == len(communicating)
     skips = len(communicating) < accumulate
     assert (spec.validate(backend="fsdp1", offload="all") is not None) is skips
-
-
-@pytest.mark.parametrize(("sharding", "world_size", "size", "factor"), [
-    ("full_shard", 6, None, 6), ("hybrid_shard", 6, None, 3), ("hybrid_shard", 6, 2, 2), ("hybrid_shard", 4, None, 2),
-])  # fmt: skip
-def test_sharding_factor(sharding: str, world_size: int, size: int | None, factor: int) -> None:
-    assert Spec(world_size=world_size).replace(sharding=sharding, shard_size=size).shard_factor == factor
 
 
 @pytest.mark.parametrize(("optimizer", "args", "said", "fix"), [
