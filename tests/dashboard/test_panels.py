@@ -177,16 +177,6 @@ def test_mfu_and_hfu_say_what_they_are_relative_to():
     assert columns(again)["hfu_percent"] == pytest.approx([1.25 * share for share in columns(again)["mfu_percent"]])
 
 
-def test_memory_stacks_classes_up_to_the_peak_and_keeps_the_host_apart():
-    panel = MemoryPanel(StepAxis(), 2)
-    panel.update(steps(3, offload="all"))
-    now = columns(panel, 0)
-    for i in range(2):
-        assert sum(now[c][i] for c in ON_DEVICE) == pytest.approx(now["peak"][i])
-    assert now["host"][0] > 0 and "on the host" in panel.captions().reading
-    assert [k.label for k in panel.captions().legend][-2:] == ["on the host", "peak"]
-
-
 def lane_of(panel: MemoryPanel, fig: figure, lane: int) -> tuple[float, float]:
     """Where the foot and the top of its scale lie, in ranks from the top of the picture."""
     first, last = fig.y_range.start, fig.y_range.end  # of the axis of ranks, at the bottom and at the top
@@ -197,12 +187,16 @@ def lane_of(panel: MemoryPanel, fig: figure, lane: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
-def test_memory_over_steps_is_a_stacked_area_for_each_rank_in_its_own_row(ranks):
+def test_memory_is_a_stack_up_to_the_peak_for_each_rank_now_and_over_steps_in_its_own_row_with_the_host_apart(ranks):
     panel = MemoryPanel(StepAxis(), ranks)
-    told = steps(3, ranks)
+    told = steps(3, ranks, offload="all")
     panel.update(told)
+    now = columns(panel, 0)
+    assert now["host"][0] > 0 and "on the host" in panel.captions().reading
+    assert [k.label for k in panel.captions().legend][-2:] == ["on the host", "peak"]
     over, fig = columns(panel, 1), next(f for f in panel.root.references() if f.name == "memory.over")
     for e in told[-1].events:
+        assert sum(now[c][e.rank] for c in ON_DEVICE) == pytest.approx(now["peak"][e.rank])
         assert over[f"rank_{e.rank}"][-1] == e.rank
         assert over[f"peak_{e.rank}"][-1] == pytest.approx(e.memory.peak_bytes / (1 << 20))
         assert sum(over[f"{c}_{e.rank}"][-1] for c in ON_DEVICE) == pytest.approx(over[f"peak_{e.rank}"][-1])
