@@ -212,8 +212,12 @@ class RunsForm(InputForm):
         self._lab, self._wanted, self._board = lab, wanted, board
         self._run: Run | WatchedRun | None = None
         self._stored: Mapping[str, RunView] = {}
-        self._name = self._text("name", "baseline", "Names this run in lists, comparisons and reports", RunQueries.rename)
-        self._note = self._text("note", "what is tried here", "A note that is stored with this run", RunQueries.annotate)
+        self._name = self._text(
+            "name", "baseline", "Names this run in lists, comparisons and reports", RunQueries.rename
+        )
+        self._note = self._text(
+            "note", "what is tried here", "A note that is stored with this run", RunQueries.annotate
+        )
         report = self.button("Save report", "file-text-o", "Write what is compared to one HTML file", self.report)
         show = "Bring the marked runs into the comparison, where their curves and figures are beside this run's"
         self._compare = self.button("Compare marked", "columns", show, self.compare)
