@@ -7,8 +7,6 @@ torch's master shard, which exists in every state of a module, so that an aborte
 
 A new backend holds no parameters yet: their storage is allocated when it is filled (`DeferredStorage`)."""
 
-from __future__ import annotations
-
 import ctypes
 import inspect
 import math
@@ -98,7 +96,7 @@ class Backend(Measured):
     def check(cls, spec: Spec, device: torch.device) -> None:
         """Raises SpecError for what this backend cannot do on a device, or with this torch."""
 
-    def __init__(self, module: nn.Module, shards: list[ParamShard], deferred: DeferredStorage, spec: Spec,
+    def __init__(self, module: nn.Module, shards: list[ParamShard], deferred: "DeferredStorage", spec: Spec,
                  mesh: DeviceMesh, device: torch.device) -> None:  # fmt: skip
         """`deferred`: the storage of `shards`, until values come."""
         self.module, self.mesh, self.device = module, mesh, device

@@ -18,8 +18,6 @@ ranks in the old backend. Afterwards the ranks compare how many batches each has
 new backend, the rest in the old one (`settle`), and the next transfer takes the state from both. Exchanges use
 buffers of the transfer's, so that an operation that ends late writes to no backend."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -54,7 +52,7 @@ class StateSource:
     buffers: Backend
 
     @classmethod
-    def of(cls, backend: Backend) -> StateSource:
+    def of(cls, backend: Backend) -> "StateSource":
         return cls(holders={s.name: backend for s in backend.param_shards()}, buffers=backend)
 
     @property
@@ -153,7 +151,7 @@ class StateTransfer:
             for part in exchanges(plan, self._most):
                 self._exchange(part, given, into)
 
-    def _exchange(self, plan: Sequence[Transfer], given: Parts, into: Parts) -> None:
+    def _exchange(self, plan: "Sequence[Transfer]", given: Parts, into: Parts) -> None:
         """One all-to-all. Its buffers are the same for all parts: Gloo's thread may hold them for a while after it."""
         rank, ranks = dist.get_rank(), range(dist.get_world_size())
         sent = sorted((t for t in plan if t.source == rank), key=lambda t: t.target)

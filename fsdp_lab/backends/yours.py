@@ -324,9 +324,8 @@ class Yours(Backend):
         before = [p.detach().reshape(-1).clone() if _has_memory(p) else None for p in unit.params]
         yield
         if kind := self._in_flight(unit):
-            raise wrong(
-                f"has not waited for its {kind}, so the values come too late", "call wait() on what it returned"
-            )
+            late = f"has not waited for its {kind}, so the values come too late"
+            raise wrong(late, "call wait() on what it returned")
         kept = one.parts(one.flats)
         for name, p, whole, was, (part, local) in zip(unit.names, unit.params, right, before, kept, strict=True):
             if not _has_memory(p):
@@ -337,9 +336,8 @@ class Yours(Backend):
             values = p.detach().reshape(-1)
             if torch.equal(values, whole):
                 continue
-            what = (
-                f"element {int(torch.nonzero(values != whole)[0]):,} is the first that differs from the ranks' shards"
-            )
+            first = int(torch.nonzero(values != whole)[0])
+            what = f"element {first:,} is the first that differs from the ranks' shards"
             hint = "copy the parts of all ranks into it, in the order of ranks, without padding"
             if was is not None and torch.equal(values, was):
                 what, hint = "it is stale, as of before the call", "gather again after every step of the optimizer"

@@ -49,9 +49,8 @@ class Table:
         sides = [side(name) for name in self.columns]
         head = "".join(f"<th {s}>{escape(c)}</th>" for s, c in zip(sides, self.columns, strict=True))
         filled = ([cell(name, text) for name, text in zip(self.columns, row, strict=True)] for row in self.rows)
-        body = "".join(
-            "<tr>" + "".join(f"<td {s}>{c}</td>" for s, c in zip(sides, row, strict=True)) + "</tr>" for row in filled
-        )
+        rows = ("".join(f"<td {s}>{c}</td>" for s, c in zip(sides, row, strict=True)) for row in filled)
+        body = "".join(f"<tr>{cells}</tr>" for cells in rows)
         caption = f'<caption style="text-align:left">{escape(self.caption)}</caption>' if self.caption else ""
         notes = "".join(f"<p><small>{escape(n)}</small></p>" for n in self.notes)
         return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}"

@@ -6,8 +6,6 @@ that are ours, the end of the process. The caller gets one exception, of the ran
 
 If a rank hangs (supervisor.py), the grace period has already elapsed: it is interrupted once with all others, then ended."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading
@@ -70,7 +68,7 @@ class Outcome:
 class Call:
     """One call. Waited for by one thread; outcomes arrive from others."""
 
-    def __init__(self, what: str, ranks: Sequence[int], dispatcher: Dispatcher) -> None:
+    def __init__(self, what: str, ranks: Sequence[int], dispatcher: "Dispatcher") -> None:
         self.what = what
         self.started_s = time.monotonic()
         self._ranks = tuple(ranks)

@@ -10,8 +10,6 @@ For ranks that may outlive their kernel it first waits until another guardian ha
 reached, or until a rank has died. Their file, `kept.json`, names two processes, by pid and creation time: the owner, which
 uses the ranks, and the guardian. Changes are made under a lock on the folder: two kernels never take the same ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import fcntl
@@ -84,7 +82,7 @@ class DetachedCluster:
     # -- the file ---------------------------------------------------------------------------------------------------
 
     @classmethod
-    def read(cls, folder: Path) -> DetachedCluster | None:
+    def read(cls, folder: Path) -> "DetachedCluster | None":
         """Reads the file of a folder; None if it holds no cluster of this machine and user."""
         if not is_private(folder / FILE):
             return None
@@ -114,12 +112,12 @@ class DetachedCluster:
 
     # -- ownership --------------------------------------------------------------------------------------------------
 
-    def claim(self, guardian: Identity, limit_s: float) -> DetachedCluster | None:
+    def claim(self, guardian: Identity, limit_s: float) -> "DetachedCluster | None":
         """Makes this process the owner, with the given guardian; None if another process was faster."""
         owner = Identity.this()
         return self._change(lambda now: now.free, owner=owner, guardian=guardian, limit_s=limit_s, free_unix_s=None)
 
-    def release(self) -> DetachedCluster | None:
+    def release(self) -> "DetachedCluster | None":
         """Leaves the ranks without an owner; None if they have another guardian by now."""
         return self._change(lambda now: now.guardian == self.guardian, owner=None, free_unix_s=time.time())
 
@@ -134,7 +132,7 @@ class DetachedCluster:
         remove_private(self.folder)
         return not left
 
-    def _change(self, allowed: Callable[[DetachedCluster], bool], **fields: Any) -> DetachedCluster | None:
+    def _change(self, allowed: "Callable[[DetachedCluster], bool]", **fields: Any) -> "DetachedCluster | None":
         """Writes other values for some fields; None if that is no longer allowed, or the file is gone."""
         with contextlib.suppress(FileNotFoundError), _locked(self.folder) as now:
             if now is not None and allowed(now):

@@ -7,8 +7,6 @@ ended, or a cable is cut, and the engines here end too.
 
 In its private folder are the engines' logs and, in exits.json, the exit codes of those that have ended."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -132,7 +130,7 @@ class Contact:
             self._since_s = None if up else self._since_s or time.monotonic()  # a failed attempt ends a connection too
         return 0.0 if self._since_s is None else time.monotonic() - self._since_s
 
-    def __enter__(self) -> Contact:
+    def __enter__(self) -> "Contact":
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -54,6 +54,7 @@ SAME = ("torch", "ipyparallel", "cloudpickle", "transformers")
 SENT_FOLDER = "~/.cache/fsdp_lab/code"
 POLL_S = 0.02
 Report = Callable[[str, int, int], None]  # stage, done, total
+Unreached = Mapping[str, Sequence[str]]
 
 
 # -- commands on hosts: input goes by pipes, never on a command line, where others could read it; nothing asks a question
@@ -142,9 +143,8 @@ def started(command: Sequence[str], sent: bytes, environment: Mapping[str, str] 
         input_.seek(0)
         own = {**os.environ, **(environment or {})}
         try:
-            process = subprocess.Popen(
-                command, stdin=input_, stdout=output, stderr=error, start_new_session=True, env=own
-            )
+            pipes: dict[str, Any] = {"stdin": input_, "stdout": output, "stderr": error}
+            process = subprocess.Popen(command, start_new_session=True, env=own, **pipes)
         except FileNotFoundError:
             why = f"there is no {command[0]} on this machine: install it, or start the kernel where it is"
             raise StartError(why) from None
@@ -237,9 +237,7 @@ class HostEngines(LocalEngines, ABC):
             raise StartError(failed[0])
         return {name: s.value for name, s in said.items()}
 
-    def _choose_endpoint(
-        self, endpoints: Sequence[Endpoint], unreached: Mapping[str, Sequence[str]]
-    ) -> Endpoint | None:
+    def _choose_endpoint(self, endpoints: Sequence[Endpoint], unreached: Unreached) -> Endpoint | None:
         """The first endpoint that all hosts reach. Raises StartError."""
         for i, endpoint in enumerate(endpoints):
             if not any(why[i] for why in unreached.values()):
@@ -469,9 +467,7 @@ class SshEngines(HostEngines):
         super()._take_over(where)
         self._allocate()
 
-    def _choose_endpoint(
-        self, endpoints: Sequence[Endpoint], unreached: Mapping[str, Sequence[str]]
-    ) -> Endpoint | None:
+    def _choose_endpoint(self, endpoints: Sequence[Endpoint], unreached: Unreached) -> Endpoint | None:
         if self._asked.tunnel:
             return None
         try:

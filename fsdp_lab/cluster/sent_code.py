@@ -6,8 +6,6 @@ Note: pickle. Whoever can send a pickle can run code. This is the one place that
 which is signed with the cluster's key and runs what the kernel sends anyway. Nothing here reads what came from a rank, a
 store, a file or the history: a Spec from there has source and digest alone, and is not run by them."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import contextlib
@@ -97,7 +95,7 @@ def _packed(field: str, given: Any) -> bytes:
         raise SpecError(field, f"it cannot be sent to the ranks: {said}", hint) from e
 
 
-def _digest(name: str, given: Any, text: SourceText | None) -> str:
+def _digest(name: str, given: Any, text: "SourceText | None") -> str:
     """Returns the digest of the text, and of all that it does not express."""
     digest = hashlib.blake2b(name.encode(), digest_size=16)
     rest: list[Any] = [] if isinstance(given, (types.FunctionType, type)) else [given]

@@ -16,8 +16,6 @@ on the rank that sends it, else 0. The reduce-scatter adds the counts beside the
 not come here, the host reads the count when the gradient is asked for; where all came, it reads nothing.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections import OrderedDict
@@ -60,7 +58,7 @@ class Gradients:
         reduced: [n], the gradient of the shard, where any parameter has one; zero where another has none.
     """
 
-    def __init__(self, flat: FlatBuffer) -> None:
+    def __init__(self, flat: "FlatBuffer") -> None:
         self.layout, self.mesh, self.policy, self.master = flat.layout, flat.mesh, flat.policy, flat.master
         self.names = flat.names
         self.flat = weakref.proxy(flat)  # hooks hold these gradients, where the garbage collector does not look

@@ -12,8 +12,6 @@ torch.compile is kept out of the hooks: what they do must happen at every call, 
 graph begins after the first and ends before the second.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable
@@ -35,7 +33,7 @@ _STATE = "_fsdp_lab_hooks"  # the attribute of a sharded module that holds its `
 class UnitHooks:
     """Installed on a unit's modules. Found again on a module by `unit_hooks`."""
 
-    def __init__(self, unit: Unit, adopt: Callable[[UnitHooks], Runtime]) -> None:
+    def __init__(self, unit: Unit, adopt: "Callable[[UnitHooks], Runtime]") -> None:
         self.unit = unit
         self.runtime: Runtime | None = None
         self.outer: UnitHooks | None = None  # of the next module around it that was sharded
@@ -151,7 +149,7 @@ class UnitHooks:
         return bool(watched)
 
     @staticmethod
-    def _watch_gradient(own: weakref.ref[UnitHooks], gradients: Gradients, i: int, p: nn.Parameter) -> Any:
+    def _watch_gradient(own: "weakref.ref[UnitHooks]", gradients: Gradients, i: int, p: nn.Parameter) -> Any:
         """Watches a parameter's gradient, also of a frozen one: it may be trained later. The garbage collector does not see
         what a hook holds, so it holds nothing that holds the parameter."""
 

@@ -6,8 +6,6 @@ through a parameter, so a rank's part of a parameter is a range of elements, per
 3.2.1: FlatParameter). What no parameter covers is padding; it is zero in shards and gradients.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import mmap
@@ -49,7 +47,7 @@ class Layout:
     @classmethod
     def of(
         cls, shapes: Shapes, groups: Sequence[Hashable], factor: int, itemsize: int, *, whole_pages: bool = False
-    ) -> Layout:
+    ) -> "Layout":
         """Lay out parameters in their order, group by group. `itemsize`: bytes of one element when gathered. `whole_pages`:
         shards are as long as some pages of memory."""
         align = max(1, ALIGN_BYTES // itemsize)
@@ -110,7 +108,7 @@ class Chunks:
     part_numel: int  # n'
 
     @classmethod
-    def of(cls, layout: Layout, *, counted: bool) -> Chunks:
+    def of(cls, layout: Layout, *, counted: bool) -> "Chunks":
         counts, n = len(layout.slots) if counted else 0, layout.shard_numel
         part_numel = _aligned(n + counts, ALIGN_BYTES // 2) if counts else n
         begins: dict[int, tuple[int, int, int]] = {}  # of what parameters cover -> which one, and range of its gradient

@@ -8,8 +8,6 @@ aborts a process that ends meanwhile. `destroy_process_group` joins these thread
 outlive it, and torch's cached plans of operations hold meshes, so neither may hold a group. A mesh that a caller makes does.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -37,10 +35,10 @@ class WeakGroup:
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = f"_{name}"
 
-    def __set__(self, mesh: ShardMesh, group: Group | None) -> None:
+    def __set__(self, mesh: "ShardMesh", group: Group | None) -> None:
         mesh.__dict__[self._name] = None if group is None else weakref.ref(group)
 
-    def __get__(self, mesh: ShardMesh | None, owner: type) -> Group | None:
+    def __get__(self, mesh: "ShardMesh | None", owner: type) -> Group | None:
         """Raises ShardError where the group was destroyed."""
         kept = None if mesh is None else mesh.__dict__[self._name]
         group: Group | None = None if kept is None else kept()
@@ -98,7 +96,7 @@ class ShardMesh:
         return _mesh_of_world(self.device) if everybody else self.device_mesh
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, device: torch.device | None = None) -> ShardMesh:
+    def of(cls, mesh: DeviceMesh, device: torch.device | None = None) -> "ShardMesh":
         """Makes one from a mesh of ("shard",), ("replicate",) or ("replicate", "shard"). `device`: of this rank; None: the
         current one of the mesh's type. Raises ShardError: the mesh has other dimensions, or is not of this rank."""
         if not isinstance(mesh, DeviceMesh):
@@ -124,8 +122,8 @@ class ShardMesh:
 
     @classmethod
     def resolve(
-        cls, mesh: DeviceMesh | ShardMesh | None, *, post_forward_size: int | None, holding: Collection[torch.device]
-    ) -> ShardMesh:
+        cls, mesh: "DeviceMesh | ShardMesh | None", *, post_forward_size: int | None, holding: Collection[torch.device]
+    ) -> "ShardMesh":
         """Makes one from what `fully_shard` was given; `holding`: where the parameters are. Without a mesh all ranks share
         one copy, in the default group: no group is made. Raises ShardError: there is no process group."""
         if not dist.is_initialized():
@@ -139,7 +137,7 @@ class ShardMesh:
             mesh = cls.of(mesh)
         return mesh.with_post_forward(post_forward_size)
 
-    def with_post_forward(self, size: int | None, *, own: bool = False) -> ShardMesh:
+    def with_post_forward(self, size: int | None, *, own: bool = False) -> "ShardMesh":
         """The same mesh with the group of `size` neighbours in each shard group; collective, unless one is there to be
         used again. `own`: a new one, which is given to nobody else."""
         if size is None or (self.post_forward_group is not None and self.post_forward_group.size() == size):

@@ -1,7 +1,5 @@
 """How a unit is sharded, in torch's terms: precision, offload and, for the schedule, prefetching and limits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -35,7 +33,7 @@ class MixedPrecisionPolicy(fsdp.MixedPrecisionPolicy):
     keep_low_precision_gradients: bool = False  # gradient shards stay in `reduce_dtype`: see `upcast_gradients`
 
     @classmethod
-    def of(cls, policy: fsdp.MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
+    def of(cls, policy: fsdp.MixedPrecisionPolicy | None) -> "MixedPrecisionPolicy":
         """The policy that `fully_shard` was given, which may be torch's."""
         policy = cls() if policy is None else policy
         if not isinstance(policy, fsdp.MixedPrecisionPolicy):

@@ -14,8 +14,6 @@ an earlier one would add to the memory of the units in between. If nothing is fr
 counts only the unit that computes and those gathered ahead: waiting for the others would have no effect.
 """
 
-from __future__ import annotations
-
 import enum
 from collections import deque
 from collections.abc import Mapping, Sequence

@@ -87,9 +87,8 @@ def shard_of(name: str, flat: FlatBuffer, number: int) -> ParamShard:
     start, stop = flat.layout.own(slot, flat.mesh.shard_rank)
     param, offset = flat.for_optimizer(number) if p.requires_grad else (None, 0)
     shape, local = torch.Size(slot.shape), flat.own_part(number)
-    return ParamShard(
-        name=name, shape=shape, start=start, stop=stop, local=local, param=param, offset=offset, sharded=p
-    )
+    at = {"start": start, "stop": stop, "offset": offset}
+    return ParamShard(name=name, shape=shape, local=local, param=param, sharded=p, **at)
 
 
 def gather_one(flat: FlatBuffer, number: int) -> Tensor:

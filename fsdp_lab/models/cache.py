@@ -84,9 +84,8 @@ def hub_folder(name: str, field: str, files: tuple[str, ...] | None = None, *, k
         command = f"hf download {name}" + (" --repo-type dataset" if kind == "dataset" else "")
         said = " ".join(str(e).split())[:100]
         reason = f"{name} is no file or folder here, and the Hugging Face Hub does not give it ({said})"
-        hint = (
-            f"correct the name, log in (hf auth login), or give what this prints on a machine with a network: {command}"
-        )
+        printed = f"what this prints on a machine with a network: {command}"
+        hint = f"correct the name, log in (hf auth login), or give {printed}"
         raise SpecError(field, reason, hint) from None
 
 

@@ -139,9 +139,8 @@ def _check_ids(workload: Workload, tokenizer: Tokenizer) -> None:
     known = tokens.FolderTokenizer(folder).ids
     if other := {token for token, id_ in known.items() if tokenizer.ids.get(token) != id_}:
         first = min(other, key=known.__getitem__)
-        reason = (
-            f"{first!r} has another id in {tokenizer.name} than beside the weights in {folder}, which learned that one"
-        )
+        beside = f"beside the weights in {folder}, which learned that one"
+        reason = f"{first!r} has another id in {tokenizer.name} than {beside}"
         hint = "use the tokenizer beside the weights, or random weights"
         raise SpecError("workload.tokenizer", reason, hint, {"tokenizer": str(folder)})
 

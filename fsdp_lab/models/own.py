@@ -10,8 +10,6 @@ and the loss draw, as dropout does, on (seed, first sample of the micro-batch; i
 both are equal for all backends, and for all world sizes at the same micro-batch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import sys
@@ -122,11 +120,11 @@ class OwnModel:
             raise SpecError(_MODEL, f"{name}() returned a {type(module).__name__}", "return an nn.Module")
         return module
 
-    def initial(self, skeleton: nn.Module) -> BuiltValues:
+    def initial(self, skeleton: nn.Module) -> "BuiltValues":
         """Returns its initial values. Raises SpecError if `build` does not make the module of the skeleton again."""
         return BuiltValues(self.built(), skeleton, code_name(self._workload.model))
 
-    def cost(self, source: OwnSource, recomputed: Recomputed) -> OwnCost:
+    def cost(self, source: "OwnSource", recomputed: Recomputed) -> "OwnCost":
         """FLOPs of one micro-batch, counted in a forward and backward on meta, or on the CPU where that needs values.
         Raises SpecError if it fails there, with what was raised."""
         batch = source.first(self._workload.micro_batch)
@@ -145,7 +143,7 @@ class OwnModel:
             reason = f"{code_name(self._workload.loss)}(model, batch) raised {type(e).__name__}: {first_line(e)}"
             raise SpecError(_LOSS, reason, f"correct the loss or the model; a batch is {described(batch)}") from e
 
-    def _count(self, model: nn.Module, batch: Batch, recomputed: Recomputed) -> OwnCost:
+    def _count(self, model: nn.Module, batch: Batch, recomputed: Recomputed) -> "OwnCost":
         freeze(model, self._workload.freeze)
         flops = counted_flops(lambda: self._loss(model, batch), recomputed(model))
         unused = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]

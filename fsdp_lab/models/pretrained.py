@@ -8,8 +8,6 @@ have it under any of its names, or under several, whose values must then be equa
 experts that a file has one by one, is refused.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -36,7 +34,7 @@ _COMPARED = 4 << 20  # elements of tied tensors at once
 
 def initial_values(
     model: nn.Module, workload: Workload, weights: Weights | None, check: Callable[[], object] = lambda: None
-) -> Initializer | Pretrained:
+) -> "Initializer | Pretrained":
     """Returns what a model begins with: random values, or those of `weights`. Raises SpecError if these do not fit.
 
     `check` is called between two pieces that are drawn or read; what it raises ends it.
@@ -135,9 +133,8 @@ class _Match:
         if (wrong := unmatched(fresh, self._names)) is not None:
             reason = f"{wrong!r} matches no tensor of the model or of {self._folder}"
             hint = f"give a pattern of names such as {self._names[0]}, {self._names[-1]}, or leave it out"
-            raise SpecError(
-                "workload.fresh_weights", reason, hint, {"fresh_weights": [p for p in fresh if p != wrong] or None}
-            )
+            right = [p for p in fresh if p != wrong] or None
+            raise SpecError("workload.fresh_weights", reason, hint, {"fresh_weights": right})
         missing, misshapen, extra = others(self.missing), others(self.misshapen), others(self.extra)
         if not (missing or misshapen or extra):
             return

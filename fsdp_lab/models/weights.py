@@ -7,8 +7,6 @@ Note: by range. The header of a file of safetensors says where each tensor lies,
 time, and never holds more.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -183,7 +181,7 @@ def _collected(files: Mapping[Path, set[str] | None]) -> dict[str, StoredTensor]
     return {name: _joined(name, [*of_name.values()]) for name, of_name in entries.items()}
 
 
-def _joined(name: str, entries: Sequence[_Entry]) -> StoredTensor:
+def _joined(name: str, entries: "Sequence[_Entry]") -> StoredTensor:
     """The tensor that the entries of some files make up. Raises SpecError if these are not whole rows, or not all."""
     first = entries[0]
     rows = [max(e.offsets[0] + e.sizes[0] for e in entries)] if first.sizes else []

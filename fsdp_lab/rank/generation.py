@@ -8,8 +8,6 @@ Note: why not `generate` of transformers. It calls parts of a model by themselve
 FSDP the forward of the root module alone gathers what it needs, so the loop here calls that alone, with transformers'
 cache of keys and values where the model has one, and transformers' classes for sampling."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,7 +124,7 @@ def _any(world: Wire, mine: bool) -> bool:
 class _Text:
     """One text and the model's cache of it, if it has one."""
 
-    def __init__(self, backend: Backend, prompt: Sequence[int], choice: _Choice, start: int | None) -> None:
+    def __init__(self, backend: Backend, prompt: Sequence[int], choice: "_Choice", start: int | None) -> None:
         self._backend, self._choice = backend, choice
         ids = torch.tensor([list(prompt)], device=backend.device)
         self._fixed: dict[str, Any] = {"use_cache": True}

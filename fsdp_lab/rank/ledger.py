@@ -19,8 +19,6 @@ Note: exposed communication on a GPU. Over NCCL streams wait, not threads, and t
 themselves, so the wire's clocks do not see it. The profiler does: it is the duration of all kernels minus that of the
 computing ones, as in Holistic Trace Analysis. Copies are neither."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os
@@ -58,7 +56,7 @@ class LedgerResult:
     peak: RoleBytes
     end_bytes: int
     curve: tuple[MemorySample, ...]
-    kernels: KernelTimes | None = None  # on a GPU
+    kernels: "KernelTimes | None" = None  # on a GPU
 
 
 _Seen = tuple[int, int]  # the number of a mark, and the address of a block that was alive then
@@ -199,7 +197,7 @@ class Ledger:
 
     # -- analysis ---------------------------------------------------------------------------------------------------
 
-    def _lifetimes(self, moments: Sequence[_Moment]) -> tuple[list[MemoryBlock], list[tuple[float, _Mark]]]:
+    def _lifetimes(self, moments: "Sequence[_Moment]") -> tuple[list[MemoryBlock], list[tuple[float, _Mark]]]:
         """Every block with its lifetime and role, and every mark with its time."""
         blocks: list[MemoryBlock] = []
         alive: dict[int, MemoryBlock] = {}
@@ -376,7 +374,7 @@ class KernelTimes:
     exposed_s: Mapping[str, float] | None  # communication alone, by kind; None: no kernel of NCCL was seen
 
     @classmethod
-    def of(cls, events: Iterable[Any]) -> KernelTimes:
+    def of(cls, events: Iterable[Any]) -> "KernelTimes":
         """`events`: kineto's. Time with several collectives counts for the first of them."""
         computing: list[tuple[int, int]] = []
         sent: list[tuple[int, int, str]] = []

@@ -79,9 +79,8 @@ class Session:
         hang_s = limit(hang_s, timeout_s)
         if threads is not None:
             torch.set_num_threads(threads)
-        self.info = RankInfo(
-            rank=rank, world_size=world_size, device=torch.device(device), shares_gpu=shared_gpu_ranks > 1
-        )
+        here, shares_gpu = torch.device(device), shared_gpu_ranks > 1
+        self.info = RankInfo(rank=rank, world_size=world_size, device=here, shares_gpu=shares_gpu)
         if memory_cap is not None and self.info.device.type == "cuda":
             torch.cuda.set_per_process_memory_fraction(memory_cap, self.info.device)
         self.context = WireContext(

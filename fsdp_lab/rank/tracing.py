@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -47,9 +46,7 @@ class StepTrace:
         self.mark("forward")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.mark("")
         for handle in self._handles:
             handle.remove()

@@ -8,8 +8,6 @@ Note: what is exchanged. Ranks of a script may do different things at any time, 
 the run's name is what the first of them wrote into the store of their process group. An error of ours never reaches the
 script: it becomes a note, and the watch is over."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import dataclasses
@@ -35,11 +33,7 @@ from torch import Tensor, distributed as dist, nn
 from torch.distributed import checkpoint as dcp, distributed_c10d as c10d
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import Optimizer, optimizer as hooks
 from torch.utils.data import dataloader
 
 from fsdp_lab.base.errors import ArgumentError
@@ -56,13 +50,8 @@ from fsdp_lab.runs.trackers import Reporter
 OPTIONS = "FSDP_LAB_WATCH"  # the variable that has the `AttachOptions` of one command, as JSON
 SAY_EVERY_S = 1.0
 _STORED = "fsdp_lab/attached"  # a key of the process group's store
-_REPLACED = (
-    "",
-    "gloo",
-    "nccl",
-    "cpu:gloo,cuda:nccl",
-    "cuda:nccl,cpu:gloo",
-)  # backends for which the lab's own may stand
+# Backends for which the lab's own may stand.
+_REPLACED = ("", "gloo", "nccl", "cpu:gloo,cuda:nccl", "cuda:nccl,cpu:gloo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,8 +176,8 @@ class Attachment:
             register_module_forward_hook(after, always_call=True),
         ]
         self._handles = [
-            register_optimizer_step_pre_hook(lambda optimizer, *_: before_update(optimizer)),
-            register_optimizer_step_post_hook(lambda optimizer, *_: after_update(optimizer)),
+            hooks.register_optimizer_step_pre_hook(lambda optimizer, *_: before_update(optimizer)),
+            hooks.register_optimizer_step_post_hook(lambda optimizer, *_: after_update(optimizer)),
         ]
         replace(torch.autograd, "backward", self._backward)
         replace(torch.amp.GradScaler, "scale", self._scale)

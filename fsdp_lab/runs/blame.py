@@ -10,8 +10,6 @@ Note: sources. `StepEvent.part_s` and `exposed_comm_s` are of any step, `late` w
 run has it, as over Gloo or NCCL, it is found in the traced steps by the clocks of all ranks, and the same share of exposed
 communication is taken for the other steps."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -90,21 +88,19 @@ class Blame:
     sent_bytes: float = 0.0
 
     @classmethod
-    def newest(cls, events: EventStore, last: int = WINDOW) -> Blame:
+    def newest(cls, events: EventStore, last: int = WINDOW) -> "Blame":
         """Of the last steps of a run."""
         return cls.of(events.last_steps(last), events.traced()[-TRACES:])
 
     @classmethod
-    def of(cls, steps: Sequence[Step], traced: Sequence[Step] = ()) -> Blame:
+    def of(cls, steps: Sequence[Step], traced: Sequence[Step] = ()) -> "Blame":
         """Of those of the steps that are whole and count: they were not slowed by measuring. `traced`: steps of the same run
         that tell who was late, where most of these do not."""
         whole = [step.events for step in steps if step.is_whole and all(event.counts for event in step.events)]
         ranks = [event.rank for event in whole[0]] if whole else []
         alike = [s.events for s in traced if s.is_whole and whole and s.spec_id == whole[0][0].spec_id]
         waits = _waits(whole, alike or whole)
-        parts = {
-            rank: [_parts(events[i], waits[rank][n]) for n, events in enumerate(whole)] for i, rank in enumerate(ranks)
-        }
+        parts = {r: [_parts(events[i], waits[r][n]) for n, events in enumerate(whole)] for i, r in enumerate(ranks)}
         excess = _excess(parts) if len(ranks) > 1 else {}
         found = [_culprit(rank, longer, parts, waits) for rank, longer in excess.items() if longer]
         traffic = [t for events in whole for event in events for t in event.comm.values()]
@@ -155,9 +151,8 @@ class Blame:
             whole = sum(parts.values())
             late = sorted(self.late[rank].items(), key=lambda one: -one[1])
             cells = [f"{parts.get(part, 0.0) / whole:.1%}" for part in Part]
-            names = ", ".join(
-                f"rank {other} {seconds / whole:.0%}" for other, seconds in late if seconds / whole > 0.005
-            )
+            shares = ((other, seconds / whole) for other, seconds in late)
+            names = ", ".join(f"rank {other} {share:.0%}" for other, share in shares if share > 0.005)
             rows.append((str(rank), duration(whole), *cells, names or "–"))
         return Table(columns=columns, rows=tuple(rows), caption=self.sentence, left=frozenset({"waits for"}))
 

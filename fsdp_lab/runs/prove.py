@@ -47,6 +47,7 @@ from fsdp_lab.runs.parity import Verdict
 FACTOR = 6.0
 NOISE = 0.05  # of a gradient: more than that, rounding does not explain
 POLL_S = 0.05
+Say = Callable[[str], None]
 DECIDE = (StepPhase.BEGIN, StepPhase.GRADIENT, StepPhase.UPDATE)
 
 
@@ -134,9 +135,7 @@ class Recorded:
         return files if files and len(files) == int(files[0].stem.split("-")[-1]) else []
 
 
-def record(
-    script: Script, steps: int, *, perturbs: bool = False, say: Callable[[str], None] = lambda _: None
-) -> Recorded:
+def record(script: Script, steps: int, *, perturbs: bool = False, say: Say = lambda _: None) -> Recorded:
     """Runs a script until it has made so many steps, or ends. Raises ProveError."""
     token, site = secrets.token_hex(8), Path(__file__).with_name("site")
     with tempfile.TemporaryDirectory(prefix="fsdp_lab_prove_") as name:
@@ -433,7 +432,7 @@ class Receipt:
         return f"### {title}\n\n{proof.reason}\n\n{table}\n\n{head}\n" + "\n".join(numbers) + "\n"
 
 
-def prove(old: Script, new: Script, steps: int, say: Callable[[str], None] = lambda _: None) -> Receipt:
+def prove(old: Script, new: Script, steps: int, say: Say = lambda _: None) -> Receipt:
     """Runs both, and a perturbed run of the old one where bits differ. Raises ProveError."""
     first, second = runs = [record(script, steps, say=say) for script in (old, new)]
     proof = compare(first, second)
@@ -454,7 +453,7 @@ def prove(old: Script, new: Script, steps: int, say: Callable[[str], None] = lam
     )
 
 
-def verify(receipt: Receipt, say: Callable[[str], None] = lambda _: None) -> tuple[bool, str]:
+def verify(receipt: Receipt, say: Say = lambda _: None) -> tuple[bool, str]:
     """Proves it again; whether the receipt holds, and a sentence. Raises ArgumentError for a file that has changed."""
     for script, sha256 in zip((receipt.old, receipt.new), receipt.sha256, strict=True):
         if script.is_file and not Path(script.given).exists():
@@ -462,9 +461,8 @@ def verify(receipt: Receipt, say: Callable[[str], None] = lambda _: None) -> tup
         if script.sha256() != sha256:
             raise ArgumentError("--receipt", f"{script.given} is not the file of the receipt", "make a new receipt")
     again = prove(receipt.old, receipt.new, max(1, len(receipt.digests[0]) - 1), say)
-    was, now = (
-        (r.proof.verdict, r.proof.first and (r.proof.first.step, r.proof.first.where)) for r in (receipt, again)
-    )
+    proofs = (receipt.proof, again.proof)
+    was, now = ((p.verdict, p.first and (p.first.step, p.first.where)) for p in proofs)
     same = "also its digests" if again.digests == receipt.digests else f"other digests, with {again.software}"
     if was == now:
         return True, f"The receipt holds: {receipt.proof.verdict.value}; {same}."

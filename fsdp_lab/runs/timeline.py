@@ -270,9 +270,8 @@ def late_in_trace(events: Sequence[StepEvent]) -> dict[int, dict[int, float]]:
     timeline = Timeline.of(events) if all(e.spans for e in events) else None
     if timeline is None or not all(lane.aligned for lane in timeline.lanes):
         return {}
-    meetings = _meetings(
-        {lane.rank: lane.event for lane in timeline.lanes}, {ln.rank: ln.spans for ln in timeline.lanes}
-    )
+    lanes = timeline.lanes
+    meetings = _meetings({lane.rank: lane.event for lane in lanes}, {lane.rank: lane.spans for lane in lanes})
     last = {key: max((at_s, rank) for rank, at_s in issued.items()) for key, (issued, _) in meetings.items()}
     late: dict[int, dict[int, float]] = {lane.rank: {} for lane in timeline.lanes}
     for lane in timeline.lanes:

@@ -7,8 +7,6 @@ Where metrics go is said by each client's own environment variables, such as WAN
 MLFLOW_TRACKING_URI. TENSORBOARD_LOGGING_DIR, else "runs", gets a folder for each run, named by its id as all of them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -173,9 +173,8 @@ class _Exchange:
 
     def _received(self, connection: socket.socket) -> tuple[bytes, list[int]]:
         flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-        message, descriptors, *_ = socket.recv_fds(
-            connection, _TOKEN_BYTES + _RANK_BYTES, len(self._descriptors), flags
-        )
+        size = _TOKEN_BYTES + _RANK_BYTES
+        message, descriptors, *_ = socket.recv_fds(connection, size, len(self._descriptors), flags)
         return message, list(descriptors)
 
     def __enter__(self) -> Self:

@@ -18,8 +18,6 @@ Note: a profiler and an abort. The end of a Gloo operation is written by Gloo's 
 is freed when the profiler stops. In a step that is given up the operation may end later and corrupt the heap. So a profiler
 that is stopped while operations may still be running must not record them (`hide_from_profiler`)."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import threading
@@ -88,10 +86,10 @@ Running = tuple[Collective, Sequence[torch.UntypedStorage], Any]
 class UnitScope(ContextDecorator):
     """Collectives issued inside belong to this unit. Also a decorator."""
 
-    def __init__(self, context: WireContext, unit: str) -> None:
+    def __init__(self, context: "WireContext", unit: str) -> None:
         self._context, self._unit, self._before = context, unit, ""
 
-    def _recreate_cm(self) -> UnitScope:
+    def _recreate_cm(self) -> "UnitScope":
         return UnitScope(self._context, self._unit)  # of each call
 
     def __enter__(self) -> None:

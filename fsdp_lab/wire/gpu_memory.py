@@ -10,8 +10,6 @@ The driver allocates the pieces, since torch's own way to share tensors leaves n
 There are as many as collectives in flight need, and they are freed with their group. When a group is opened each rank reads
 a pattern from each other one: where memory is not shared, all ranks together go on through the host."""
 
-from __future__ import annotations
-
 import ctypes
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -59,7 +57,7 @@ class GpuArena:
     def descriptors(self) -> Sequence[int]:
         return ()
 
-    def peer(self, rank: int, descriptors: Sequence[int]) -> PeerGpuMemory:
+    def peer(self, rank: int, descriptors: Sequence[int]) -> "PeerGpuMemory":
         """Another rank's. Raises OSError where it cannot be read."""
         peer = PeerGpuMemory(self._memory, self._store, rank)
         try:

@@ -18,8 +18,6 @@ A group that is opened after an abort has new control files, so a late rank that
 harm. What a closed group has published stays until all its ranks have left it (`WireContext.close_shared`), for late
 readers."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading
@@ -77,6 +75,7 @@ Contents = dict[int, tuple[int, int]]  # by rank, where in its memory the bytes 
 Offers = Mapping[int, Tensor]  # by rank, what it is to read
 Finish = Callable[[Contents], None]
 Lent = tuple[ArenaBlock, int] | None  # see `SharedGroup._find`
+Tag = int | None
 Peers = Mapping[int, SharedPeer]
 Ends = tuple[Peers, Peers]
 Check = Callable[[], None]
@@ -142,7 +141,7 @@ class SharedWork:
     issued: Collective
     on_read: Callable[[Collective], None] | None = None
 
-    def __init__(self, group: SharedGroup, word: int, about: str, finish: Finish, sources: Peers) -> None:
+    def __init__(self, group: "SharedGroup", word: int, about: str, finish: Finish, sources: Peers) -> None:
         """`word`: what entries of others are to be. `about`: its mark, in words."""
         self._group, self._word, self._about, self._finish, self._sources = group, word, about, finish, sources
         self._taken: Contents = {}
@@ -289,9 +288,7 @@ class SharedGroup:
         for peer in self.peers.values():
             peer.leave()
 
-    def _issue(
-        self, what: What, offers: Offers, finish: Finish, lent: Lent = None, tag: int | None = None
-    ) -> SharedWork:
+    def _issue(self, what: What, offers: Offers, finish: Finish, lent: Lent = None, tag: Tag = None) -> SharedWork:
         """A tensor that is offered to several is put into the arena once; not at all if it is `lent`. `tag`: of a transfer,
         to the rank that is offered something, or from the other."""
         to = sources = self.peers
@@ -368,9 +365,7 @@ class SharedGroup:
         lent, places = self._find(place), {r: parts[r] for r in self.peers}
         return self._move(What.ALL_GATHER, self._others(own if lent is None else place), places, lent)
 
-    def _move(
-        self, what: What, offers: Offers, places: Offers, lent: Lent = None, tag: int | None = None
-    ) -> SharedWork:
+    def _move(self, what: What, offers: Offers, places: Offers, lent: Lent = None, tag: Tag = None) -> SharedWork:
         """`places`: by rank, for what it offers to this one."""
 
         def finish(contents: Contents) -> None:
@@ -453,7 +448,7 @@ class SharedGroup:
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> SharedWork:
         return self._pair(source)._move(What.TRANSFER, {}, {source: tensors[0]}, None, tag)
 
-    def _pair(self, r: int) -> SharedGroup:
+    def _pair(self, r: int) -> "SharedGroup":
         if r not in self._pairs:
             ends = {r: self._transfers[r]}, dict[int, SharedPeer]()
             self._pairs[r] = SharedGroup(self._rank, self._size, self.arena, ends, self._check, self._timeout_s)

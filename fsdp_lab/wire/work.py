@@ -1,7 +1,5 @@
 """`WireWork`: one collective in flight, with its own future (see "Note: abort" in context.py)."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time
@@ -153,7 +151,7 @@ class WireWork(dist.Work):
                 self._land_when_inner_completes()
         return self._future
 
-    def followed_by(self, then: Callable[[], object], results: list[torch.Tensor]) -> WireWork:
+    def followed_by(self, then: Callable[[], object], results: list[torch.Tensor]) -> "WireWork":
         """Add to `finish`, and set other results. Only for the caller that issued the work, right away."""
         before, streams = self._finish, self._context.streams
 

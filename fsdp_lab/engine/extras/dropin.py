@@ -1,7 +1,5 @@
 """`fully_shard` with FSDP2's arguments, and what its callers ask of a sharded model besides."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from contextlib import suppress
@@ -244,7 +242,7 @@ def upcast_gradients(module: nn.Module) -> None:
 # -- parameters that a caller asked for, outside of any forward -----------------------------------------------------
 
 
-def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) -> UnshardHandle:
+def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) -> "UnshardHandle":
     """Gather the parameters of a module, and of those inside it unless `recurse` is False; collective.
 
     `with unshard(module):` within it every parameter is whole and may be read, and written under `torch.no_grad()`. What was

@@ -305,10 +305,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], changed: list
 
 # -- element-wise ----------------------------------------------------------------------------------------------------
 
-_COPIES = (
-    "copy_ clone _to_copy zero_ fill_ zeros_like ones_like full_like empty_like lift_fresh masked_fill_ masked_fill"
-)
-_POINTWISE = {getattr(aten, name) for name in _COPIES.split()}  # beside those that torch says are
+_COPY = "copy_ clone _to_copy zero_ fill_ zeros_like ones_like full_like empty_like lift_fresh masked_fill_ masked_fill"
+_POINTWISE = {getattr(aten, name) for name in _COPY.split()}  # beside those that torch says are
 
 
 def _on_ranges(func: Any, args: Any, kwargs: Any) -> Any:
@@ -464,16 +462,14 @@ def _on_whole(func: Any, args: Any, kwargs: Any, changed: list[FlatDTensor]) -> 
     sharded = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, FlatDTensor))
     mesh = sharded.flat_placement.mesh.plain_mesh
     whole: dict[int, Tensor] = {}
-    whole_args, whole_kwargs = pytree.tree_map_only(
-        Tensor, lambda t: whole.setdefault(id(t), _gathered(t)), (args, kwargs)
-    )
-    result = func(*whole_args, **whole_kwargs)
+    given, named = pytree.tree_map_only(Tensor, lambda t: whole.setdefault(id(t), _gathered(t)), (args, kwargs))
+    result = func(*given, **named)
     for t in changed:
         if whole[id(t)].shape != t.shape:
             raise ShardError(f"{func._schema.name} would give a sharded tensor another shape; give one with the values to "
                              "its copy_, or use `with unshard(model):`")  # fmt: skip
         t._local_tensor.copy_(t.range_of(whole[id(t)]))
-    same = [*changed, *(a for a, b in zip(args, whole_args, strict=True) if b is result)]
+    same = [*changed, *(a for a, b in zip(args, given, strict=True) if b is result)]
     if same:
         return same[0]
     return pytree.tree_map_only(Tensor, lambda t: replicated(t, mesh) if t.dim() else Replica.of(t, mesh), result)

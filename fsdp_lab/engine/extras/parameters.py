@@ -7,8 +7,6 @@ A sharded parameter's `grad` is its reduced gradient. It is a view of the buffer
 and regions show the same gradients; setting one to None forgets it.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 import weakref
@@ -33,9 +31,9 @@ class ShardedParameter(Steppable):
     """See the module."""
 
     _is_param = True  # by which torch recognises an nn.Parameter
-    flat: ShardedBuffer  # that made it
+    flat: "ShardedBuffer"  # that made it
     number: int  # which of the buffer's parameters
-    gradients: ShardedGradients
+    gradients: "ShardedGradients"
     seen: list[weakref.ref[Any]]  # what `.data` was, where somebody holds it
 
     @property
@@ -131,7 +129,7 @@ class Region(Steppable):
     """See the module."""
 
     _is_param = True
-    gradients: ShardedGradients
+    gradients: "ShardedGradients"
     own: slice  # of this rank's shard
 
     @property
@@ -172,7 +170,7 @@ class ShardedBuffer(FlatBuffer):
     parameters, they are copies.
     """
 
-    gradients: ShardedGradients
+    gradients: "ShardedGradients"
     sharded: list[ShardedParameter]
     leaf = UnshardedParameter
 
@@ -180,7 +178,7 @@ class ShardedBuffer(FlatBuffer):
         super().__init__(*args, **options)
         self.gradients.mark_runs(self.master, self.sharded)
 
-    def _make_gradients(self) -> ShardedGradients:
+    def _make_gradients(self) -> "ShardedGradients":
         return ShardedGradients(self)
 
     def _make_sharded(self, i: int, *, requires_grad: bool) -> ShardedParameter:

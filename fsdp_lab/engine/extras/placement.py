@@ -1,7 +1,5 @@
 """What a rank has of a tensor: a range of its elements (`FlatPlacement`), or, as every rank, all of it (`Replica`)."""
 
-from __future__ import annotations
-
 import math
 import operator
 import weakref
@@ -36,11 +34,11 @@ class FlatPlacement:
     def own(self) -> Range:
         return self.ranges[self.mesh.shard_rank]
 
-    def is_as(self, other: FlatPlacement) -> bool:
+    def is_as(self, other: "FlatPlacement") -> bool:
         """Returns whether each rank holds the same elements by both, whatever groups they communicate in."""
         return self is other or (self.ranges == other.ranges and self.mesh.device_mesh == other.mesh.device_mesh)
 
-    def part(self, start: int, stop: int, *, each: int = 1) -> FlatPlacement:
+    def part(self, start: int, stop: int, *, each: int = 1) -> "FlatPlacement":
         """The placement of elements [start, stop), counted from `start`, where each one was cut into so many before."""
         cut = [(max(a * each, start) - start, min(b * each, stop) - start) for a, b in self.ranges]
         return FlatPlacement(mesh=self.mesh, ranges=tuple((a, b) if a < b else (0, 0) for a, b in cut))
@@ -222,7 +220,7 @@ class Replica(DTensor):
     """A number that was reduced, which may be combined with plain tensors; and what is expanded from it."""
 
     @classmethod
-    def of(cls, whole: Tensor, mesh: DeviceMesh) -> Replica:
+    def of(cls, whole: Tensor, mesh: DeviceMesh) -> "Replica":
         make: Any = DTensor.__new__
         made: Replica = make(cls, whole, replicated(whole, mesh)._spec, requires_grad=False)
         return made

@@ -294,9 +294,8 @@ class UpdateAudit:
         size, rates = gradients.float().abs(), [float(rate) for rate in look.rates]
         finite, eps = torch.isfinite(size), torch.finfo(before.dtype).eps
         rate = torch.tensor(rates).repeat_interleave(torch.tensor(look.sizes))
-        unit = torch.where(
-            before == 0, 0.0, eps * torch.exp2(torch.frexp(before.float())[1] - 1.0)
-        )  # in the last place
+        # in the last place
+        unit = torch.where(before == 0, 0.0, eps * torch.exp2(torch.frexp(before.float())[1] - 1.0))
         low = str(before.dtype).removeprefix("torch.") if before.element_size() < 4 else ""
         noise = 8 * eps if low and look.momentum is not None else 1e-3
         graded = finite & (size > noise * size[finite].mean()) & (rate > 0)

@@ -398,9 +398,8 @@ class FoundFlat(FlatTensors, PlainModel):
     def setup(self) -> Setup:
         units = engine.units_of(self.module)
         inner, root = [u for u in units if self.module not in u.modules] or units, units[0]
-        sharding = _sharding(
-            hybrid=root.mesh.replicas > 1, reshards=any(u.policy.rules.reshard_after_forward for u in inner)
-        )
+        reshards = any(u.policy.rules.reshard_after_forward for u in inner)
+        sharding = _sharding(hybrid=root.mesh.replicas > 1, reshards=reshards)
         if any(u.policy.shard_optimizer_only for u in units):
             sharding = "zero1"
         elif root.mesh.shard_size == 1:
@@ -441,9 +440,8 @@ def find(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Plain
     those = [kind for kind, is_one in kinds.items() if is_one]
     if len(those) > 1 or (FoundDDP in those and not isinstance(model, DistributedDataParallel)):
         names = " and ".join(kind.backend for kind in those)
-        raise ArgumentError(
-            "model", f"it, or a part of it, is wrapped by {names}", "watch the module that one of them wraps"
-        )
+        reason = f"it, or a part of it, is wrapped by {names}"
+        raise ArgumentError("model", reason, "watch the module that one of them wraps")
     return (those[0] if those else PlainModel)(model, optimizers)
 
 

@@ -7,8 +7,6 @@ It is one SQLite file (`database`), written a few times a second by a thread of 
 loses at most the last half second. How much of a long run is stored is described in `writer`.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -159,8 +157,8 @@ class RunList(Sequence[StoredRun]):
     @overload
     def __getitem__(self, which: int | str) -> StoredRun: ...
     @overload
-    def __getitem__(self, which: slice) -> RunList: ...
-    def __getitem__(self, which: int | str | slice) -> StoredRun | RunList:
+    def __getitem__(self, which: slice) -> "RunList": ...
+    def __getitem__(self, which: int | str | slice) -> "StoredRun | RunList":
         """Raises ArgumentError for an id or a name that no run has, or several; IndexError for a position."""
         if isinstance(which, slice):
             return RunList(self._runs[which], of=self._of, where=self._where, notes=self._notes)
@@ -248,7 +246,7 @@ class History:
         self._over_limit = ""  # a sentence
 
     @classmethod
-    def of(cls, where: History | str | os.PathLike[str] | bool) -> History | None:
+    def of(cls, where: "History | str | os.PathLike[str] | bool") -> "History | None":
         """A History as it is, one of a path, the default one for True; None for False. Raises ArgumentError."""
         if isinstance(where, bool):
             return cls() if where else None

@@ -8,8 +8,6 @@ An event takes about 160 bytes. Spans are stored of one traced step every 5 s an
 memory curves of the newest 8 ledger steps.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import socket
@@ -107,7 +105,7 @@ class HistoryWriter:
         if db is not None:
             db.close()
 
-    def _round(self, db: HistoryDB | None, writers: list[RunWriter]) -> HistoryDB | None:
+    def _round(self, db: HistoryDB | None, writers: "list[RunWriter]") -> HistoryDB | None:
         """Writes what is new and returns the open file; None after an error."""
         try:
             db = self._opened(db, writers)
@@ -132,7 +130,7 @@ class HistoryWriter:
                     self.problem = explain(later, self._path)
             return None
 
-    def _opened(self, db: HistoryDB | None, writers: list[RunWriter]) -> HistoryDB:
+    def _opened(self, db: HistoryDB | None, writers: "list[RunWriter]") -> HistoryDB:
         """The open file; into another file than the former one, the runs are written again from the beginning."""
         if db is not None and not db.stale:
             return db
