@@ -784,6 +784,6 @@ def each_device(devices: Sequence[str] | str | None, ranks: int) -> tuple[str, .
     return None if devices is None else (devices,) * ranks if isinstance(devices, str) else tuple(devices)
 
 
-def load_ipython_extension(shell: Any) -> None:
+def load_ipython_extension(ipython: Any) -> None:
     """`%load_ext fsdp_lab`, by IPython: adds the magics `%lab` and `%%ranks`."""
-    LabMagics(shell=shell, make=Lab, key=KEY).register()
+    LabMagics(ipython=ipython, make=Lab, key=KEY).register()

@@ -107,18 +107,18 @@ OUTPUT_S = 5.0  # for what a cell wrote to arrive, after its end
 class LabMagics:
     """The magics of `%load_ext fsdp_lab`. `make` starts a lab, which registers itself by `key` in the notebook's names."""
 
-    shell: Any
+    ipython: Any
     make: Callable[[int | None], Any]
     key: str
 
     def register(self) -> None:
-        self.shell.register_magic_function(self.show_lab, "line", "lab")
-        self.shell.register_magic_function(self.run_on_ranks, "cell", "ranks")
+        self.ipython.register_magic_function(self.show_lab, "line", "lab")
+        self.ipython.register_magic_function(self.run_on_ranks, "cell", "ranks")
 
     @property
     def open_lab(self) -> Any:
         """The lab of this notebook; None where there is none, or it is closed."""
-        lab = self.shell.user_ns.get(self.key)
+        lab = self.ipython.user_ns.get(self.key)
         return None if lab is None or lab.closed else lab
 
     def show_lab(self, line: str) -> None:
@@ -132,7 +132,7 @@ class LabMagics:
         wanted = int(words[0]) if words else None
         if lab is None or wanted not in (None, lab.ranks):
             lab = self.make(wanted)
-        self.shell.user_ns["lab"] = lab
+        self.ipython.user_ns["lab"] = lab
         display(lab.dashboard())  # type: ignore[no-untyped-call]
 
     def run_on_ranks(self, line: str, cell: str) -> None:
