@@ -382,7 +382,7 @@ def _badge(row: Row, compared: Comparison) -> Cell:
 def _state(row: Row, entry: Entry) -> Cell:
     tone = "bad" if row.state == "failed" or row.state.startswith("lost") else ""
     text = f"▶ {row.state}" if entry.plotted and row.state == "running" else row.state
-    if isinstance(entry.source, Pinned) and row.state in ("running", "paused"):
+    if isinstance(entry.source, Pinned) and entry.label != LIVE and row.state in ("running", "paused"):
         text = "pinned"  # the row is as it was then
     steps = row.figures.steps
     more = f": {row.reason}" if row.reason else f", {steps} step{'s' * (steps != 1)}"

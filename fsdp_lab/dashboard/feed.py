@@ -32,6 +32,7 @@ from fsdp_lab.spec.spec import Spec
 TABS = {
     "loss": "Loss",
     "timeline": "Timeline",
+    "ranks": "Ranks",
     "ledger": "Memory in a step",
     "compare": "Compare",
     "runs": "Runs",

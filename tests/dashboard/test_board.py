@@ -274,6 +274,7 @@ def test_a_run_is_named_copied_reported_and_compared_with_stored_ones(dashboard,
     until(lambda: not form._name.disabled)
     form._name.value, form._note.value = "baseline", "before the change"
     assert (run.name, run.note) == ("baseline", "before the change")
-    assert "lab.run(model=&#x27;gpt2-1m&#x27;" in form._code.value
+    run.apply(precision="bf16")
+    until(lambda: "lab.run(precision=&#x27;bf16&#x27;)" in form._code.value)
     form.report()
     until(lambda: re.search(r"The report is in <code>report-of-[12].html", form.message.value))

@@ -186,6 +186,7 @@ class RanksPanel(Panel):
 
     name = "ranks"
     title = "Ranks"
+    tab = "ranks"
     wide = True
 
     def __init__(self, frame: StepAxis, world_size: int) -> None:
