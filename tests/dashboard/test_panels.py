@@ -133,7 +133,7 @@ def test_evaluations_are_points_in_the_plot_of_the_loss_and_in_its_words(languag
     assert [step for step, loss in zip(drawn["step"], drawn["eval_loss"], strict=True) if loss == 9] == [3]
     assert drawn["loss"] == [s.events[0].mean_loss for s in told]
     assert panel.sources[0].all().texts["evaluation"] == ["", "", "", words, ""]
-    assert len(panel.captions().legend) == 2 and f"Held-out loss {words} at step 3." in panel.captions().note
+    assert len(panel.captions().legend) == 2 and f"Held-out loss {words} after 4 steps." in panel.captions().note
     assert panel.patches()["loss.y"]["end"] > 9
     assert panel.patches()["loss.axis"] == {"axis_label": "loss (nats per token)" if language else "loss"}
 
