@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import zmq
-
 from fsdp_lab.cli.console import Refused, signals_ignored
 
 FIRST_NOTEBOOK = "01_live_dashboard.ipynb"
@@ -90,6 +88,8 @@ def jupyterlab(
     folder: Path, ip: str, port: int | None, token: str, *, browser: bool
 ) -> Iterator[subprocess.Popen[bytes]]:
     """JupyterLab as a child process in its own session: Ctrl-C reaches only this process, which ends the server."""
+    import zmq
+
     command = [
         *(sys.executable, "-m", "jupyterlab", "--Application.log_level=ERROR", "--allow-root"),
         *(f"--ServerApp.ip={ip}", f"--ServerApp.port={port or DEFAULT_PORT}"),

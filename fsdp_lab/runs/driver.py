@@ -130,7 +130,8 @@ class Driver:
         except Interrupted:
             state, reason = RunState.STOPPED, run.interrupt_reason
         except BaseException as e:
-            run.error, reason = e, e.sentence if isinstance(e, ClusterError) else str(e)
+            words = e.words if isinstance(e, FieldError) else str(e)
+            run.error, reason = e, e.sentence if isinstance(e, ClusterError) else words
             if run.stop_s is not None and isinstance(e, ClusterError):
                 state = RunState.STOPPED  # as requested; the reason is how the ranks failed meanwhile
         finally:

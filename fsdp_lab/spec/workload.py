@@ -161,7 +161,7 @@ class Workload:
     )
     accumulate: int = knob(1, whole(1), group="Schedule", help="Micro-batches in a step", live=True, same_work=True)
     optimizer: str = knob(
-        "adamw", _OPTIMIZER, group="Training", help="Or another class of torch.optim. A change begins at step 0",
+        "adamw", _OPTIMIZER, group="Training", help="Of torch.optim. A change begins at step 0",
         others="or another class of torch.optim", typed="RMSprop", lineage=True, bare=True,
     )
     # Those at their default are left out.

@@ -49,7 +49,7 @@ REFUSED = [
     ("compare --ssh a --ranks-per-host 1 --time 10", "--time is of a Slurm job"),
     ("run good --link '0.25 GB/s, soon'", "link: 'soon' is no link"),
     ("run /no/such/spec.json", "cannot read"), ("run broken", "is not JSON"),
-    ("run unknown", "modle: there is no such field; use model"),
+    ("run unknown", "modle: there is no such field; did you mean model"),
     ("run short", "data: "), ("run good --steps 0", "--steps"),
     ("run", "no Spec is given; say what to train, as --model gpt2-1m"),
     ("run --sharding zero1,full_shard", "--sharding has 2 values; give one, or compare them"),
