@@ -51,7 +51,6 @@ class Dashboard:
         self._runs = RunsForm(lab, self._wanted, self._board)
         keep = "Keep this run as it is now: what you change next is compared with it"
         self._keep_button = self._controls.add_button("Keep as A", "thumb-tack", keep, self._keep)
-        self._feed = Feed(lab, self._live, self._board, ComparisonCard(self._press), self._wanted)
         self._slow = SlowMotionBox(lab, wanted=self._controls.slow_motion_spec)
         self.diagnosis = DiagnosisBox(choose=self._controls.accept)
         in_tabs = {
@@ -67,7 +66,11 @@ class Dashboard:
         self.widget = styled(widgets.VBox(shown), "fsdp-lab")  # to be put into a layout of your own
         below = (self._writing, self._runs, self._safety, self._slow, self.diagnosis)
         self._forms: tuple[InputForm, ...] = (self._controls, self._sweep_form, *below)
-        answer_while_busy([self._live, *(widget for form in self._forms for widget in form.inputs)])
+        inputs = [widget for form in self._forms for widget in form.inputs]
+        tips = {w.description: w.tooltip for w in inputs if w.has_trait("description") and w.tooltip}
+        card = ComparisonCard(self._press)
+        self._feed = Feed(lab, self._live, self._board, card, self._wanted, tips)
+        answer_while_busy([self._live, *inputs])
         self._halt = threading.Event()
         self._thread = threading.Thread(target=self._tick_until_closed, name="fsdp-lab-dashboard", daemon=True)
         self._thread.start()

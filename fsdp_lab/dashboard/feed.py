@@ -139,9 +139,16 @@ class Feed:
     """
 
     def __init__(
-        self, lab: LabLike, live: LiveView, board: Board, card: ComparisonCard, wanted: Callable[[], Spec] | None = None
+        self,
+        lab: LabLike,
+        live: LiveView,
+        board: Board,
+        card: ComparisonCard,
+        wanted: Callable[[], Spec] | None = None,
+        help: Mapping[str, str] = {},
     ) -> None:
-        """wanted: what is chosen, and to be predicted; None: what the run trains, or is about to train."""
+        """wanted: what is chosen, and to be predicted; None: what the run trains, or is about to train. help: of `Scene`."""
+        self._help = help
         self._lab, self._wanted, self._predictor = lab, wanted, Predictor(lab)
         self._live, self._board, self._card = live, board, card
         self.run: Run | WatchedRun | None = None
@@ -229,7 +236,7 @@ class Feed:
         stage.overlay(self._board.overlays())
         shared: dict[str, Any] = {"shared_sources": stage.frame.sources, "shared_patches": stage.frame.patches}
         texts: dict[str, Any] = {"headline": self._headline, "caution": self._caution}
-        scene = Scene(cards=[*stage.panels, self._card], tabs=TABS, ranks=stage.world_size, **shared, **texts)
+        scene = Scene(cards=[*stage.panels, self._card], tabs=TABS, help=self._help, ranks=stage.world_size, **shared, **texts)
         (self._live.swap if swap else self._live.show)(scene)
 
     def _caution(self) -> str:

@@ -318,7 +318,8 @@ class FigureTable {
 /** Tabs of cards, which say theirs, and of the kernel's forms, which `live.css` shows where `root` names theirs. The choice is
     kept in this browser. */
 class Tabs {
-  constructor(tabs, cards, root) {
+  constructor({ tabs, help }, cards, root) {
+    this.help = help;
     this.cards = cards;
     this.shown = root;
     root.onclick = (event) => event.target.classList.contains("fsdp-copy") && copyBeside(event.target);
@@ -350,6 +351,10 @@ class Tabs {
   }
 
   choose(name) {
+    for (const label of this.shown.querySelectorAll(".fsdp-field label")) { // ipywidgets has no tooltip for a dropdown
+      const input = label.parentElement.querySelector("select, input");
+      if (input) input.title = label.title ||= this.help[label.textContent] ?? "";
+    }
     this.shown.dataset.tab = name;
     for (const card of this.cards.children) card.classList.toggle("fsdp-away", card.dataset.tab !== name);
     for (const tab of this.list.children) {
@@ -786,7 +791,7 @@ class View {
     const under = element("div", "fsdp-under");
     under.append(caution, ...(this.cardOf.has("loss.steps") ? [this.bar.root] : []));
     if (layout.tabs.length) {
-      const tabs = new Tabs(layout.tabs, below, this.root.closest(".fsdp-lab") ?? this.root);
+      const tabs = new Tabs(layout, below, this.root.closest(".fsdp-lab") ?? this.root);
       if (canOpenOwnTab(this.root)) tabs.addButton("Own tab", OWN_TAB, () => openOwnTab(this.root));
       this.body.append(top, grid, under, tabs.root, below);
     } else {

@@ -45,6 +45,7 @@ class Scene:
     shared_sources: Sequence[Columns] = ()
     shared_patches: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
     tabs: Mapping[str, str] = field(default_factory=dict)  # name -> title; empty: all cards are shown below each other
+    help: Mapping[str, str] = field(default_factory=dict)  # the label of a control beside the cards -> its tooltip
     headline: Callable[[], str] = str
     caution: Callable[[], str] = str  # how far to trust the times, once for all cards
     ranks: int = 0
@@ -93,6 +94,7 @@ class Scene:
             "document": written,
             "roots": {name: root.id for name, root in drawn.items()},
             "cards": cards,
+            "help": dict(self.help),
             "tabs": [{"name": name, "title": title} for name, title in self.tabs.items()],
             "ranks": [{"label": f"rank {r}", "color": theme.rank_color(r)} for r in named],
             "rank_count": self.ranks,

@@ -155,10 +155,10 @@ class Strategy:
     """How the work is sharded, and by which backend. `Spec` refuses what a backend cannot do."""
 
     # fmt: off
-    backend: str = knob("lab", one_of((*BACKENDS, YOURS)), group="Sharding", help="Who shards", tokens=BACKENDS,
+    backend: str = knob("lab", one_of((*BACKENDS, YOURS)), group="Sharding", help="Whose engine shards", tokens=BACKENDS,
                         choices=_backends, bare=True, in_name=True)
     sharding: str = knob(
-        "full_shard", one_of(SHARDINGS), group="Sharding", help="What is sharded", bare=True, in_name=True
+        "full_shard", one_of(SHARDINGS), group="Sharding", help="What a rank holds a shard of", bare=True, in_name=True
     )
     # The sharding factor F of arXiv 2304.11277, section 3.2.
     shard_size: int | None = knob(
@@ -174,7 +174,7 @@ class Strategy:
     )
     precision: str | Precision = knob(
         "fp32", _PRECISION, only(YOURS, ("fp32",), "your engine trains in fp32"), group="Sharding",
-        help="dtype of computing and reducing", tokens=tuple(PRECISIONS), bare=True, in_name=True,
+        help="dtype of computing and of reducing gradients", tokens=tuple(PRECISIONS), bare=True, in_name=True,
     )
     offload: str = knob(
         "none", one_of(OFFLOADS),
@@ -183,7 +183,7 @@ class Strategy:
              other="backend lab"),
         only("fsdp2 fsdp1", ("none", "all"), "{} moves parameters, gradients and optimizer state together",
              "use offload all or none", fix="all", other="backend lab"),
-        group="Sharding", help="What is kept on the host", off="none", in_name=True,
+        group="Sharding", help="What is kept in the host's memory between uses", off="none", in_name=True,
     )
     # Gathered parameters are copies, or, between ranks of one host, the shards of all ranks where they lie.
     gather: str = knob(
@@ -198,7 +198,7 @@ class Strategy:
         only("ddp", ("block", "whole"), "DDP has no units to wrap", "use block"),
         Limit(of=("fsdp1",), allows=lambda v: not v.startswith("every:") or v == "every:1", fix="block",
               why="an FSDP1 unit is one module, not several blocks", hint="use block", other="backend lab"),
-        group="Sharding", help="What becomes one unit",
+        group="Sharding", help="Modules that are gathered and freed as one unit",
         others="block; every:K, so many blocks; min_params:N, the smallest modules of N parameters or more, such as "
                "min_params:100000; class:NAME, each module of a class; whole",
         choices=("block", "every:2", "every:4", "min_params:100000", "whole"),
@@ -243,7 +243,7 @@ class Strategy:
         only("fsdp1 ddp", (1,), "{} has no limit to set", "use 1", other="backend lab"),
         group="Schedule", label="reductions in flight", help="Units whose gradients are in flight", planned=True, most=64,
     )
-    recompute: str = knob("none", _RECOMPUTE, group="Schedule", help="Activations computed again in the backward",
+    recompute: str = knob("none", _RECOMPUTE, group="Schedule", help="Activations that the backward computes again",
                           others="none; full; every:K, of each K-th block", choices=("none", "every:2", "full"), off="none")
     # The micro-batches that communicate; n: every n-th one of a step. The last always does.
     sync: str | int = knob(

@@ -1,5 +1,7 @@
 """The dashboard in JupyterLab and chromium, over a lab without processes: what depends on the page and not on ranks."""
 
+import re
+
 import pytest
 
 from tests.browser.driver import DashboardPage, model
@@ -163,3 +165,64 @@ def test_a_cell_run_again_replaces_its_dashboard_two_views_agree_and_what_is_gon
     assert not opened.page.locator(".fsdp-banner:visible").count()
     opened.start()
     opened.wait_step(5)
+
+
+# What a person reads and presses, in JavaScript: controls without a name or a sentence on what they are, and texts that are
+# too pale for what is behind them (WCAG 2: a ratio of 4.5; what is disabled may be paler).
+NAMELESS = """() => [...document.querySelectorAll('.fsdp-lab :is(button, select, input)')].filter((e) => e.offsetParent)
+    .filter((e) => !(e.ariaLabel || e.textContent.trim() || e.labels?.[0]?.textContent || e.title)
+                   || (e.closest('.fsdp-bar, .fsdp-field') && !(e.title || e.labels?.[0]?.title)))
+    .map((e) => e.outerHTML.slice(0, 200))"""
+PALE = """() => {
+    const numbers = (colour) => { const [r, g, b, a = 1] = colour.match(/[\\d.]+/g).map(Number); return [r, g, b, a] };
+    const linear = (c) => c <= 0.04 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+    const light = ([r, g, b]) => 0.2126 * linear(r / 255) + 0.7152 * linear(g / 255) + 0.0722 * linear(b / 255);
+    const behind = (e) => { for (; e; e = e.parentElement) {
+        const colour = numbers(getComputedStyle(e).backgroundColor);
+        if (colour[3] > 0.9) return colour } return [255, 255, 255] };
+    const pale = [];
+    for (const e of document.querySelectorAll('.fsdp-lab *')) {
+        const text = [...e.childNodes].filter((n) => n.nodeType === 3).map((n) => n.data).join(' ').trim();
+        if (!text || !e.checkVisibility({ opacityProperty: true }) || e.closest(':disabled, option, .bk-Canvas')) continue;
+        const [a, b] = [light(numbers(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
+        if ((a + 0.05) / (b + 0.05) < 4.5) pale.push(`${text.slice(0, 40)}: ${((a + 0.05) / (b + 0.05)).toFixed(2)}`);
+    }
+    return pale }"""
+TABS = ("loss", "timeline", "ranks", "ledger", "compare", "runs", "settings", "safety", "slow", "generate")
+
+
+def test_bar_and_four_plots_share_a_small_screen_and_every_tab_is_read_and_reached(opened):
+    """At 1280 x 800, in both themes. The bar stays while the page scrolls, the keyboard goes through the tabs, the tab that
+    was open is open in the next view, and the dashboard moves to a tab of JupyterLab's with one press."""
+    page = opened.page
+    page.set_viewport_size({"width": 1280, "height": 800})
+    opened.start()
+    opened.wait_step(12)
+    opened.button("Keep as A").click()
+    opened.choose("precision", "bf16")
+    opened.wait_note("precision", r"applied at step \d+")
+    opened.page.locator(".fsdp-difference", has_text=re.compile(r"A → bf16: time")).wait_for()
+    page.evaluate("() => document.querySelector('.fsdp-lab').scrollIntoView()")
+    boxes = {name: page.locator(f".fsdp-{name}").first.bounding_box() for name in
+             ("controls", "card-memory", "card-communication", "card-tflops", "card-throughput", "tabs")}  # fmt: skip
+    assert boxes["controls"]["y"] < 100 and boxes["tabs"]["y"] + boxes["tabs"]["height"] < 775, boxes
+    for theme in ("Light", "Dark"):
+        opened.notebook.theme(f"JupyterLab {theme}")
+        for name in TABS:
+            opened.tab(name)
+            page.locator(f".fsdp-tab-button[data-tab={name}][aria-selected=true]").wait_for()
+            assert page.evaluate(NAMELESS) == [] and page.evaluate(PALE) == [], (theme, name)
+    opened.notebook.theme("JupyterLab Light")
+    assert page.locator(".fsdp-controls").bounding_box()["y"] == boxes["controls"]["y"]
+    page.keyboard.press("ArrowLeft")
+    page.locator(".fsdp-tab-button[data-tab=slow][aria-selected=true]").wait_for()
+    assert page.locator(".fsdp-slow").is_visible() and not page.locator(".fsdp-written").is_visible()
+
+    page.get_by_role("button", name="Own tab").click()
+    own = page.locator(".jp-LinkedOutputView .fsdp-lab")
+    own.locator(".fsdp-live[data-ready]").first.wait_for()
+    assert own.locator(".fsdp-tab-button[data-tab=slow][aria-selected=true]").is_visible()
+    own.get_by_role("button", name="Undo").click()
+    page.locator(".fsdp-headline", has_text="fp32").first.wait_for()
+    page.evaluate("""() => [...window.jupyterapp.shell.widgets('main')]
+        .filter((w) => w.node.querySelector('.jp-LinkedOutputView')).forEach((w) => w.close())""")
