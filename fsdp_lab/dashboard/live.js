@@ -399,7 +399,10 @@ async function openOwnTab(root) {
     const box = item?.getBoundingClientRect();
     if (box?.height) {
       const over = { ...mouse, clientX: box.left + 4, clientY: box.top + 4 };
-      for (const kind of ["mousemove", "mousedown", "mouseup"]) item.dispatchEvent(new MouseEvent(kind, over));
+      for (const kind of ["move", "up"]) {
+        item.dispatchEvent(new PointerEvent(`pointer${kind}`, over)); // of Lumino 2
+        item.dispatchEvent(new MouseEvent(`mouse${kind}`, over));
+      }
       return;
     }
     await new Promise((resolve) => setTimeout(resolve, 20));
