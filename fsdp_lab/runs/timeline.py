@@ -34,7 +34,7 @@ NO_UNIT = "no unit"  # the vote, and whatever else belongs to no module
 COMPUTE = {"forward": "#A9C3BC", "backward": "#7C9E96", "optimizer": "#547A71"}
 COLORS = {
     Track.COMPUTE: "#C2CFCB",
-    Track.WAIT: "#E8742A",
+    Track.WAIT: "#E86A00",
     Track.ALL_GATHER: "#8C7257",
     Track.REDUCE_SCATTER: "#B3936E",
     Track.ALL_REDUCE: "#CDB594",
