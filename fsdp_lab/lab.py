@@ -408,7 +408,7 @@ class Lab:
         return check_engine(lambda backend: self.run(spec.replace(backend=backend), steps=steps), s, name, most)
 
     def slow_motion(self, spec: Spec | Mapping[str, Any] | None = None, **changes: Any) -> SlowMotion:
-        """One training step, phase by phase: `for moment in lab.slow_motion(): ...` (see `SlowMotion`).
+        """One training step, phase by phase: `lab.slow_motion().plot()`, or `for moment in lab.slow_motion(): ...`.
 
         It continues with the state that the ranks hold. A run in progress is stopped when the first moment is requested;
         `lab.run(lab.spec, fresh=False)` continues afterwards. Another Spec than that of the ranks is applied first, with

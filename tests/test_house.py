@@ -65,6 +65,7 @@ ALLOWED = {name: third_party for _, name, third_party in FLOORS}
 # Folders and files that may import more than the rest of their package.
 ALLOWED_IN = {"planner/shapes": RANKS, "base/streams.py": TORCH, "base/tensors.py": TORCH,
               "rank/checkpointing.py": RANKS | {"safetensors"},
+              "runs/pictures.py": KERNEL | {"PIL"},
               "runs/trackers.py": KERNEL | {"mlflow", "trackio", "wandb"}}  # fmt: skip
 
 # Modules that import by a computed name: the packages' public names, what the kernel asks of a rank, a user's own code.

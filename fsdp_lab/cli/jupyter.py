@@ -28,7 +28,7 @@ from typing import Any
 
 from fsdp_lab.cli.console import Refused, signals_ignored
 
-FIRST_NOTEBOOK = "01_live_dashboard.ipynb"
+FIRST_NOTEBOOK, COURSE = "01_live_dashboard.ipynb", "00_the_course.ipynb"
 DEFAULT_PORT = 8888
 LOOPBACK = "127.0.0.1"
 SHIPPED = ("*.ipynb", "*.md", "*.png", "course/*.py", "solutions/*.py")
@@ -44,35 +44,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the folder to open, into which missing notebooks are copied (default: fsdp-lab-notebooks here, or at home)"
     )
     add("--dir", type=Path, help=copies)
+    add("--learner", action="store_true", help="begin at the course, and copy neither teacher.ipynb nor solutions")
 
 
 def run(args: argparse.Namespace) -> int:
-    folder, token = notebooks_folder(args.dir), secrets.token_hex(24)
+    folder, token = notebooks_folder(args.dir, learner=args.learner), secrets.token_hex(24)
+    first = COURSE if args.learner else FIRST_NOTEBOOK
     display = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform in ("darwin", "win32")
-    with jupyterlab(folder, args.ip, args.port, token, browser=bool(display) and not args.no_browser) as server:
+    with jupyterlab(folder, first, args.ip, args.port, token, browser=bool(display) and not args.no_browser) as server:
         url = url_of(server)
         refuse_without_token(url)
-        print(announcement(folder, url, token), flush=True)
+        print(announcement(folder, url, token, first), flush=True)
         code = server.wait()
     if code:
         print(f"fsdp-lab: JupyterLab ended with exit code {code}", file=sys.stderr)
     return 1 if code else 0
 
 
-def notebooks_folder(wanted: Path | None) -> Path:
+def notebooks_folder(wanted: Path | None, *, learner: bool = False) -> Path:
     """Copies of the notebooks: in `wanted`, or in fsdp-lab-notebooks here, or, in the repository, in the home folder: what
-    notebooks write is no part of it. Raises Refused."""
+    notebooks write is no part of it. Raises Refused. `learner`: without the answers."""
     repository = Path(__file__).resolve().parents[2]
     installed = [Path(base, "share/fsdp_lab") for base in (sys.prefix, site.getuserbase())]
     known = [place / "notebooks" for place in (repository, *installed)]
     source = next((folder for folder in known if (folder / FIRST_NOTEBOOK).is_file()), None)
     if source is None:
         raise Refused("the notebooks are neither beside the package nor in its installation; install fsdp-lab again")
+    shipped = [file for pattern in SHIPPED for file in source.glob(pattern)]
+    if learner:
+        shipped = [file for file in shipped if file.name != "teacher.ipynb" and file.parent.name != "solutions"]
     place = Path.home() if Path.cwd().is_relative_to(source.parent) else Path.cwd()
     folder = (wanted or place / "fsdp-lab-notebooks").expanduser().absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for file in [f for pattern in SHIPPED for f in source.glob(pattern)]:
+        for file in shipped:
             copy = folder / file.relative_to(source)
             if not copy.exists():  # never overwrite a changed notebook
                 copy.parent.mkdir(exist_ok=True)
@@ -85,7 +90,7 @@ def notebooks_folder(wanted: Path | None) -> Path:
 
 @contextlib.contextmanager
 def jupyterlab(
-    folder: Path, ip: str, port: int | None, token: str, *, browser: bool
+    folder: Path, first: str, ip: str, port: int | None, token: str, *, browser: bool
 ) -> Iterator[subprocess.Popen[bytes]]:
     """JupyterLab as a child process in its own session: Ctrl-C reaches only this process, which ends the server."""
     import zmq
@@ -93,7 +98,7 @@ def jupyterlab(
     command = [
         *(sys.executable, "-m", "jupyterlab", "--Application.log_level=ERROR", "--allow-root"),
         *(f"--ServerApp.ip={ip}", f"--ServerApp.port={port or DEFAULT_PORT}"),
-        *(f"--ServerApp.root_dir={folder}", f"--LabApp.default_url=/lab/tree/{FIRST_NOTEBOOK}"),
+        *(f"--ServerApp.root_dir={folder}", f"--LabApp.default_url=/lab/tree/{first}"),
         f"--ServerApp.open_browser={browser}",
         *("--LabApp.news_url=None", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"),
         *([] if port is None else ["--ServerApp.port_retries=0"]),
@@ -166,14 +171,14 @@ def refuse_without_token(url: str) -> None:
     )
 
 
-def announcement(folder: Path, url: str, token: str) -> str:
+def announcement(folder: Path, url: str, token: str, first: str = FIRST_NOTEBOOK) -> str:
     """With the ssh command that forwards the port to another computer, to the address of the current SSH session."""
     port, option, host = url.rpartition(":")[2], "", socket.gethostname()
     ssh = os.environ.get("SSH_CONNECTION", "").split()  # client address, client port, server address, server port
     if len(ssh) == 4:
         host, option = ssh[2], "" if ssh[3] == "22" else f"-p {ssh[3]} "
     return f"""
-  JupyterLab     {url}/lab/tree/{FIRST_NOTEBOOK}?token={token}
+  JupyterLab     {url}/lab/tree/{first}?token={token}
   notebooks      {folder}
   from afar      ssh -N {option}-L {port}:{LOOPBACK}:{port} {os.environ.get("USER", "USER")}@{host}
                  (on your own computer, while this runs; then open the URL above there)

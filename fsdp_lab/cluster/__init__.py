@@ -48,7 +48,7 @@ class RankLost(ClusterError):
         self.rank, self.engine, self.pid, self.host = rank, engine, pid, host
         self.reason, self.doing, self.unix_s, self.log = reason, doing or "nothing", unix_s, log
         gone = f"its process {pid} on {host} {reason} at {clock(unix_s)}"
-        super().__init__(f"rank {rank} is gone: {gone}, while doing {self.doing}")
+        super().__init__(f"rank {rank} is gone: {gone}" + (f", during {doing}" if doing else ""))
 
 
 class RankStuck(ClusterError):

@@ -32,8 +32,7 @@ from fsdp_lab.runs.recommendation import recommend
 from fsdp_lab.runs.steps import last_stretch
 from fsdp_lab.runs.summary import RULE
 from fsdp_lab.runs.view import RunQueries, RunView
-from fsdp_lab.spec.describe import describe_field, describe_strategy
-from fsdp_lab.spec.loops import Trained
+from fsdp_lab.spec.describe import Trained, describe_field, describe_strategy
 
 MOST_PINS = len(theme.PINS)
 LETTERS = tuple(fill.label for fill in theme.PINS.values())

@@ -25,8 +25,7 @@ from fsdp_lab.planner.questions import planned_memory
 from fsdp_lab.runs import Run, WatchedRun
 from fsdp_lab.runs.steps import Assembler, Step
 from fsdp_lab.runs.view import Switch, switches_in_force
-from fsdp_lab.spec.describe import describe_changes, describe_field, describe_strategy
-from fsdp_lab.spec.loops import Trained, WatchedLoop
+from fsdp_lab.spec.describe import Trained, WatchedLoop, describe_changes, describe_field, describe_strategy
 from fsdp_lab.spec.spec import Spec
 
 TABS = {

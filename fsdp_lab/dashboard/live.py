@@ -1,4 +1,4 @@
-"""`LiveView`: Bokeh figures in a widget of our own, updated by one binary message a tick; `picture` shows a still figure.
+"""`LiveView`: Bokeh figures in a widget of our own, updated by one binary message a tick.
 
 Other widgets would not do: jupyter_bokeh contains no BokehJS and stops working offline and on reload, `push_notebook` ends
 with the page. Here the widget's state holds BokehJS and a first picture when it is displayed, so that it is drawn even
@@ -23,11 +23,9 @@ import bokeh
 import numpy as np
 import traitlets
 from bokeh.document import Document
-from bokeh.models import Plot
 
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.panels.base import BaseCard, Block, Columns, Numbers
-from fsdp_lab.dashboard.panels.draw import tint
 
 HERE = Path(__file__).parent
 BOKEH_JS = Path(bokeh.__file__).parent / "server/static/js/bokeh.min.js"  # 1.3 MB
@@ -294,22 +292,6 @@ class LiveView(anywidget.AnyWidget):
         if not (tables or patches or captions):
             return {}, []
         return {"tables": tables, "patches": patches, "captions": captions}, numbers
-
-
-def picture(figure: Plot, title: str = "") -> LiveView:
-    """Shows a Bokeh figure of your own as the dashboard shows its plots, without the network and in a small notebook.
-    The last expression of a cell. The figure takes the page's theme: its background becomes transparent."""
-    figure.background_fill_alpha = figure.border_fill_alpha = 0
-    figure.outline_line_alpha = 0
-    figure.sizing_mode = "stretch_width"
-    for legend in figure.legend:
-        legend.background_fill_alpha = legend.border_line_alpha = 0
-        tint(legend, label_text_color="ink.mean")
-    card = BaseCard()
-    card.name, card.title, card.wide, card.root = "picture", title, True, figure
-    view = LiveView()
-    view.show(Scene(cards=(card,)))
-    return view
 
 
 def bokeh_js() -> bytes:

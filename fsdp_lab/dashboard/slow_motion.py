@@ -48,6 +48,7 @@ class SlowMotionBox(InputForm):
         self._slow: SlowMotion | None = None  # the one that our buttons move
         self._panel: HoldingsPanel | None = None
         self._drawn: StepMoment | None = None
+        self._phases: dict[str, int] = {}  # of a step, by the id of a Spec that has been gone through
         self._live = LiveView()
         head = styled(widgets.HTML("<h4>Slow motion</h4>"), "fsdp-slow-head")
         self._next = self.button("Next", "step-forward", "Advance all ranks to the next phase", self.next)
@@ -131,6 +132,8 @@ class SlowMotionBox(InputForm):
         moment = slow.moment if slow is not None else None
         if moment is not None and moment is not self._drawn:
             self._draw(moment)
+        if slow is not None and moment is not None and slow.reason == "the step is over":
+            self._phases[moment.spec.id] = moment.index + 1
         self._live.flush()
         self._show()
 
@@ -150,8 +153,12 @@ class SlowMotionBox(InputForm):
             self.widget.children = [self.widget.children[0], self._live]
 
     def _headline(self) -> str:
-        m = self._drawn
-        return "" if m is None else f"step {m.step:,} · phase {m.index:,}, about to happen · {len(m.frames)} ranks"
+        m, slow = self._drawn, self._current()
+        if m is None:
+            return ""
+        of = f", the last is {last - 1:,}" if (last := self._phases.get(m.spec.id)) else ""
+        when = "the step has ended since" if slow is not None and slow.closed else "about to happen"
+        return f"step {m.step:,} · phase {m.index:,}{of} · {when} · {len(m.frames)} ranks"
 
     def _show(self) -> None:
         slow, playing = self._current(), not self._paused.is_set()

@@ -10,7 +10,8 @@ and tritanopia tell apart what is drawn together.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-RANKS = ("#0072B2", "#CC79A7", "#009E73", "#56B4E9", "#9D70F7", "#5F5566", "#962C18", "#4836BD")
+from fsdp_lab.runs.pictures import RANKS as RANKS
+
 RANK_DASHES = ("solid", "solid", "solid", "solid", "6 2", "6 2", "6 2", "6 2")
 MOST_LINES = len(RANKS)  # above this, panels draw bands: a reader cannot tell more lines apart
 

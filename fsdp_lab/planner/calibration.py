@@ -29,6 +29,7 @@ from statistics import fmean, median
 from typing import Any, Self
 
 from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.formatting import figures, plural
 from fsdp_lab.models.presets import timed_config
 from fsdp_lab.planner.costs import PASSES, SEND_KERNELS, link_bytes
 from fsdp_lab.planner.devices import PUBLISHED, Curve, Device, HostOverhead, Machine, MeasuredCurves, Rates, machine
@@ -74,7 +75,7 @@ def references(
     return timed
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Calibration:
     """Measurements of one machine."""
 
@@ -83,6 +84,11 @@ class Calibration:
     name: str  # of the device
     devices: tuple[str, ...]  # one per rank
     probes: Mapping[str, Any] = field(repr=False)  # results of `fsdp_lab.rank.calibration`, the mean over ranks
+
+    def __repr__(self) -> str:
+        peak = self.machine.device.peak_flops_per_s
+        peaks = ", ".join(f"{figures(peak[dtype] / 1e12)} TFLOPS in {dtype}" for dtype in peak)
+        return f"<Calibration of {plural(self.ranks, 'rank')} on {self.name}, in {self.seconds:.0f} s: {peaks} a rank>"
 
     @property
     def ranks(self) -> int:

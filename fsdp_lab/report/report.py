@@ -37,8 +37,7 @@ from fsdp_lab.runs.recommendation import Recommendation, recommend
 from fsdp_lab.runs.steps import Step
 from fsdp_lab.runs.summary import Pairing, Ratio, counting
 from fsdp_lab.runs.view import RunView, Switch, switches_in_force
-from fsdp_lab.spec.describe import describe_changes, describe_value
-from fsdp_lab.spec.loops import Trained
+from fsdp_lab.spec.describe import Trained, describe_changes, describe_value
 
 FOLDER = Path(__file__).parent
 SUFFIXES = (".html", ".htm")

@@ -14,13 +14,13 @@ from typing import Any, Self
 
 from fsdp_lab.base.errors import ArgumentError, is_whole
 from fsdp_lab.base.events import Role
-from fsdp_lab.base.formatting import Spread, Table, count, duration, flop_rate, size
+from fsdp_lab.base.formatting import MIB, Spread, Table, count, duration, flop_rate, size
 from fsdp_lab.runs.parity import Parity, Verdict, parity
+from fsdp_lab.runs.pictures import Picture, dots
 from fsdp_lab.runs.steps import last_stretch
 from fsdp_lab.runs.summary import RULE, Figures, Pairing, Ratio, Timed, counting, figures, ratio
 from fsdp_lab.runs.view import RunView
-from fsdp_lab.spec.describe import DEFAULT_FIELDS, UNKNOWN, describe_fields, differing_fields, flat_fields
-from fsdp_lab.spec.loops import Trained
+from fsdp_lab.spec.describe import DEFAULT_FIELDS, UNKNOWN, Trained, describe_fields, differing_fields, flat_fields
 from fsdp_lab.spec.spec import Spec
 
 REFUSED = "refused"
@@ -145,6 +145,14 @@ class Comparison:
             left=frozenset(("", "what", "state", titles["parity"])),
             notes=self.notes(),
         )
+
+    def plot(self, chosen: str | None = None) -> Picture:
+        """A picture of step time against peak memory: a dot for each run, by its letter, with p10 to p90 of its time.
+        `chosen`: the label of a run that gets a ring. Raises ArgumentError: no run has measured both."""
+        found = [(r, r.figures.step_time_s, r.figures.peak_memory_bytes) for r in self.rows]
+        ms = [(r, Spread(median=1e3 * t.median, p10=1e3 * t.p10, p90=1e3 * t.p90, n=t.n), m) for r, t, m in found if t]
+        points = [(r.label, r.name, peak / MIB, time) for r, time, peak in ms if peak]
+        return dots(points, chosen, "peak memory of the fullest rank, MiB", "step time, ms: median, p10 to p90")
 
     def cells(self, row: Row, spread: Collection[str]) -> dict[str, str]:
         """A row as text, by column; a dash for what was not measured. `spread`: the columns with p10 to p90 in brackets."""

@@ -16,7 +16,7 @@ from fsdp_lab.base.events import AuditFinding, AuditKind, Memory, StepEvent, Tra
 from fsdp_lab.base.formatting import median_known, plural, size
 from fsdp_lab.runs.blame import TRACES, Blame, Part
 from fsdp_lab.runs.steps import EventStore, Step
-from fsdp_lab.spec.loops import Trained
+from fsdp_lab.spec.describe import Trained
 from fsdp_lab.spec.spec import Spec, Strategy
 
 WINDOW = 64  # the newest steps that are looked at

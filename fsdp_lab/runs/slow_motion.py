@@ -1,5 +1,6 @@
 """`SlowMotion`: one real training step, phase by phase, and what each rank holds at each phase.
 
+    lab.slow_motion().plot()
     for moment in lab.slow_motion():
         print(moment.caption, moment.holds(0))
 
@@ -13,19 +14,88 @@ and a step in slow motion end each other before they begin. So all ranks still g
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from fsdp_lab.base.events import PhaseSnapshot, StepEvent
-from fsdp_lab.base.formatting import Table, count, size
+from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.events import ROOT, ParameterHolding, PhaseSnapshot, StepEvent
+from fsdp_lab.base.formatting import count
 from fsdp_lab.cluster import ClusterError, Interrupted
 from fsdp_lab.cluster.cluster import Cluster
+from fsdp_lab.runs.pictures import INK, RANKS, Picture
 from fsdp_lab.spec.spec import Spec
 
 END_S = 15.0  # for the step to finish; then it is interrupted, and the parameters stay as they were before it
 POLL_S = 0.05
 MASTER_BYTES = 4  # per element of a shard, which is fp32 in any precision
+
+# Shares of the axis: the least width of a parameter, and all of these together.
+LEAST_WIDTH, LEAST_WIDTHS = 0.004, 0.3
+UNIT_GAP, UNIT_GAPS = 0.008, 0.12  # the gap between units, and all gaps together at most
+SPLIT = 0.0012  # the gap between parameters
+
+EMPTY, LIGHT, MOVING = 0.18, 0.48, 0.16  # opacities: not held, gathered, in communication
+
+MOST_DRAWN = 8  # ranks in a picture
+LETTERS = {"unshard": "u", "compute": "c", "reshard": "f", "reduce": "r", "host_copy": "h", "optim": "o"}
+EMPTY_COLOR, ALPHA = f"#808890{round(255 * EMPTY):02X}", f"{round(255 * LIGHT):02X}"
+Box = tuple[float, float, float, float]  # left, top, right, bottom
+LEGEND = (("its own shard", RANKS[0]), ("gathered now", RANKS[0] + ALPHA),
+          ("being gathered or reduced", f"/{RANKS[0]}"), ("not held", EMPTY_COLOR))  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class HoldingBar:
+    """A parameter's place on the axis, which runs from 0 to 1."""
+
+    left: float
+    right: float
+    numel: int
+
+    def at(self, start: int, stop: int) -> tuple[float, float]:
+        """The place of a range of its elements."""
+        scale = (self.right - self.left) / max(1, self.numel)
+        return self.left + start * scale, self.left + stop * scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterAxis:
+    """All parameters side by side, grouped by unit; widths are proportional to their elements, with a least width."""
+
+    bars: Mapping[str, HoldingBar]
+    units: Mapping[str, tuple[float, float]]
+
+    @classmethod
+    def of(cls, parameters: Sequence[ParameterHolding]) -> Self:
+        by_unit: dict[str, list[ParameterHolding]] = {}
+        for p in parameters:
+            by_unit.setdefault(p.unit, []).append(p)
+        least = min(LEAST_WIDTH, LEAST_WIDTHS / max(1, len(parameters)))
+        gap = min(UNIT_GAP, UNIT_GAPS / max(1, len(by_unit)))
+        free = 1 - least * len(parameters) - gap * (len(by_unit) - 1)
+        each = free / max(1, sum(p.numel for p in parameters))
+        bars: dict[str, HoldingBar] = {}
+        units: dict[str, tuple[float, float]] = {}
+        x = 0.0
+        for unit, inside in by_unit.items():
+            first = x
+            for p in inside:
+                width = least + each * p.numel
+                bars[p.name] = HoldingBar(left=x, right=x + width - min(SPLIT, width / 4), numel=p.numel)
+                x += width
+            units[unit] = (first, x)
+            x += gap
+        return cls(bars=bars, units=units)
+
+
+def short_names(units: Sequence[str]) -> dict[str, str]:
+    """Unit -> its name without the prefix common to all: transformer.h.0 becomes h.0."""
+    inner = [u.split(".") for u in units if u != ROOT]
+    common = 0
+    while inner and all(len(parts) > common + 1 and parts[common] == inner[0][common] for parts in inner):
+        common += 1
+    return {u: u if u == ROOT else ".".join(u.split(".")[max(0, common - 1) :]) for u in units}
 
 
 @dataclass(frozen=True)
@@ -110,31 +180,109 @@ class StepMoment:
                 n = count(sum(p.numel for p in parameters))
                 return f"the optimizer updates {n} parameters, each rank its shards"
 
-    def table(self) -> Table:
-        """A row for each rank, with what it holds."""
-
-        def units(frame: PhaseSnapshot, state: str) -> str:
-            return ", ".join(dict.fromkeys(p.unit for p in frame.parameters if p.state == state)) or "–"
-
-        rows = []
-        for frame in self.frames:
-            held = f"{count(self.held_elements(frame.rank))} of {count(sum(p.numel for p in frame.parameters))}"
-            whole, gathered = units(frame, "unsharded"), units(frame, "gathering")
-            rows.append((str(frame.rank), held, size(self.held_bytes(frame.rank)), whole, gathered))
-        return Table(
-            columns=("rank", "elements held", "bytes", "whole", "being gathered"),
-            rows=tuple(rows),
-            caption=f"step {self.step}, phase {self.index}, about to happen: {self.caption}",
-            left=frozenset({"whole", "being gathered"}),
-        )
-
     def __repr__(self) -> str:
         held = dict.fromkeys(count(self.held_elements(f.rank)) for f in self.frames)
         ranks = "every rank holds" if len(held) == 1 else "the ranks hold"
         return f"<Moment {self.index} of step {self.step}: {self.caption}; {ranks} {', '.join(held)} elements>"
 
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
+    def plot(self) -> Picture:
+        """A picture of what every rank holds: all parameters side by side, as wide as they have elements."""
+        return stills([self])
+
+    @property
+    def height_px(self) -> float:
+        return 34.0 * min(len(self.frames), MOST_DRAWN) + 18
+
+    def draw(self, picture: Picture, left: float, top: float, right: float) -> None:
+        """A row for each rank, in its colour: a bar of what it holds of each parameter, and a strip of its gradients."""
+        axis, begin, height = ParameterAxis.of(self.frames[0].parameters), left + 46, self.height_px
+        width = right - begin
+        for frame in self.frames[:MOST_DRAWN]:
+            color, y = RANKS[frame.rank % len(RANKS)], top + 34 * frame.rank
+            picture.text(left, y + 12, f"rank {frame.rank}", color=color)
+            for p in frame.parameters:
+                bar = axis.bars[p.name]
+                first, last, own, end = (begin + width * v for v in (bar.left, bar.right, *bar.at(p.start, p.stop)))
+                for state, above, below in ((p.state, y, y + 19), (p.gradient, y + 22, y + 28)):
+                    shard = (own, above, end, below) if state == "sharded" or above == y else None
+                    _draw_state(picture, (first, above, last, below), state, color, shard)
+        for unit, name in short_names(list(axis.units)).items():
+            first, last = axis.units[unit]
+            at_work = unit == self.unit or self.direction == "update"
+            if at_work or picture.width_of(name, 10) < width * (last - first):
+                middle = begin + width * (first + last) / 2
+                picture.text(middle, top + height - 10, name, 10, anchor="mm")
+            if at_work:
+                ends = [begin + width * first - 1, begin + width * last + 1]
+                picture.line([(x, top + height - 19) for x in ends], INK)
+
+    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
+        return self.plot()._repr_png_()
+
+
+def _draw_state(picture: Picture, box: Box, state: str, color: str, own: Box | None) -> None:
+    """`box`, `own`: the whole, and the rank's shard in it; None: it has none."""
+    if state in ("gathering", "reducing"):
+        picture.hatched(*box, color)
+    elif state == "unsharded" or own is not None:
+        picture.rect(*box, color + ALPHA if state == "unsharded" else EMPTY_COLOR)
+    if own is not None:
+        picture.rect(*own, color)
+
+
+def stills(moments: Sequence[StepMoment]) -> Picture:
+    """What every rank holds at these moments, side by side."""
+    each, columns = moments[0].height_px + 42, min(2, len(moments))
+    numbers = ", ".join(str(m.index) for m in moments)
+    picture = Picture(each * -(-len(moments) // columns) + 44, f"what every rank holds before phase {numbers}")
+    width = picture.width_px / columns
+    for place, moment in enumerate(moments):
+        left, top = (place % columns) * width + 8, (place // columns) * each
+        unit = short_names([*dict.fromkeys(p.unit for p in moment.frames[0].parameters)])[moment.unit]
+        short = f"{moment.direction} · {moment.phase}" + (f" {unit}" if moment.phase != "optim" else "")
+        words = moment.caption if columns == 1 else short
+        picture.text(left, top + 12, f"phase {moment.index}, about to happen: {words}", 12)
+        moment.draw(picture, left, top + 26, left + width - 22)
+    picture.keys(picture.height_px - 32, LEGEND, 54)
+    picture.text(54, picture.height_px - 14, "thin strips: the same for gradients; line: the unit at work")
+    return picture
+
+
+def film(moments: Sequence[StepMoment]) -> Picture:
+    """What rank 0 holds of each unit, over all phases: a row for each unit, a column for each phase."""
+    names = short_names(list(dict.fromkeys(p.unit for p in moments[0].frames[0].parameters)))
+    left, top, row, share = 70.0, 44.0, max(10.0, min(30.0, 420 / len(names))), 1 / moments[0].spec.shard_factor
+    picture = Picture(top + row * len(names) + 82, f"what rank 0 holds of {len(names)} units in {len(moments)} phases")
+    column = (picture.width_px - left - 8) / len(moments)
+    wide = column > 8
+    width = column - wide
+    picture.text(8, 12, f"step {moments[0].step}: what rank 0 holds of each unit, in {len(moments)} phases", 12)
+    directions = [m.direction for m in moments]
+    for direction in dict.fromkeys(directions):
+        x = min(left + column * directions.index(direction), picture.width_px - 8 - picture.width_of(direction))
+        picture.text(x, 32, direction)
+    for y, (unit, name) in zip((top + row * i for i in range(len(names))), names.items(), strict=True):
+        picture.text(left - 8, y + row * 0.4, name, min(11.0, row), anchor="rm")
+        for i, m in enumerate(moments):
+            x, p = left + column * i, next(p for p in m.frames[0].parameters if p.unit == unit)
+            for state, above, below in ((p.state, y, y + 0.58 * row), (p.gradient, y + 0.66 * row, y + 0.86 * row)):
+                shard = (x, below - share * (below - above), x + width, below)
+                own = shard if state == "sharded" or above == y else None
+                _draw_state(picture, (x, above, x + width, below), state, RANKS[0], own)
+            if m.unit == unit or m.direction == "update":
+                picture.line([(x, y - 1), (x + width, y - 1)], INK)
+    bottom, every = top + row * len(names), max(1, round(24 / column))
+    for i, m in enumerate(moments):
+        if wide:
+            picture.text(left + column * (i + 0.5), bottom + 8, LETTERS.get(m.phase, ""), anchor="mm")
+        if i % every == 0:
+            picture.text(left + column * (i + 0.5), bottom + 23, str(m.index), 9, anchor="mm")
+    if wide:
+        letters = ", ".join(f"{letter} {name}" for name, letter in LETTERS.items())
+        picture.text(8, bottom + 8, "next:")
+        picture.text(left, bottom + 42, letters.replace("reshard", "free (reshard)"))
+    picture.keys(bottom + 62, LEGEND, left)
+    return picture
 
 
 class SlowMotion(Iterator[StepMoment]):
@@ -189,6 +337,14 @@ class SlowMotion(Iterator[StepMoment]):
             except Exception as e:
                 self._finish(e.sentence if isinstance(e, ClusterError) else str(e))
                 raise
+
+    def plot(self, *phases: int) -> Picture:
+        """Goes through the rest of the step and draws it: what rank 0 holds of each unit before each phase. With `phases`,
+        by their numbers, what every rank holds before each of these, side by side. Raises ArgumentError: there is none."""
+        moments = [m for m in self if not phases or m.index in phases]
+        if not moments:
+            raise ArgumentError("phases", "the step has no such phase left", "begin another one: lab.slow_motion()")
+        return stills(moments) if phases else film(moments)
 
     def end(self, why: str, limit_s: float = END_S) -> Exception | None:
         """Lets the step run to its end without halts. Returns the ranks' error meanwhile, or None. Idempotent."""
@@ -262,4 +418,7 @@ class SlowMotion(Iterator[StepMoment]):
     def __repr__(self) -> str:
         if self.closed:
             return f"<SlowMotion: closed ({self.reason})>"
-        return f"<SlowMotion: {repr(self.moment)[1:-1] if self.moment else 'not begun'}>"
+        return f"<SlowMotion: {repr(self.moment)[1:-1] if self.moment else 'not begun; plot() goes through the step'}>"
+
+    def _repr_png_(self) -> tuple[bytes, dict[str, int]] | None:
+        return self.moment._repr_png_() if self.moment is not None else None

@@ -22,8 +22,9 @@ from operator import attrgetter
 from typing import Any
 
 from fsdp_lab.base.events import StepEvent
+from fsdp_lab.base.formatting import plural
 from fsdp_lab.base.generation import Completion
-from fsdp_lab.spec.loops import Trained
+from fsdp_lab.spec.describe import Trained
 
 CAP = 100_000  # events, over all ranks
 TRACED_STEPS = 200
@@ -336,6 +337,11 @@ class EventStore:
     def ranks(self) -> tuple[int, ...]:
         with self._lock:
             return tuple(sorted(self._seen))
+
+    def __repr__(self) -> str:
+        newest = max((e.step for e in self.latest().values()), default=None)
+        until = f", the newest of step {newest}" if newest is not None else ""
+        return f"<EventStore: {plural(len(self), 'event')} of {plural(len(self.ranks), 'rank')}{until}>"
 
     def __len__(self) -> int:
         """Events that arrived, dropped ones included."""

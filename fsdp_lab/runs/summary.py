@@ -18,8 +18,7 @@ from typing import Any
 from fsdp_lab.base.events import Role, RoleBytes, StepEvent, Traffic
 from fsdp_lab.base.formatting import Spread, Table, count, duration, flop_rate, known, known_or_dash, quantile, size
 from fsdp_lab.runs.steps import Step, last_stretch
-from fsdp_lab.spec.describe import describe_strategy
-from fsdp_lab.spec.loops import Trained
+from fsdp_lab.spec.describe import Trained, describe_strategy
 
 _COUNTS = "Medians (and p10 to p90) leave out the first step after a change and ledger steps"
 RULE = f"{_COUNTS}; a step's time is that of its slowest rank."  # for readers of the figures

@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from fsdp_lab.base.errors import FieldError, SpecError
 from fsdp_lab.runs.comparison import Comparison, Refusal
+from fsdp_lab.runs.pictures import Picture
 from fsdp_lab.runs.recommendation import Recommendation, recommend
 from fsdp_lab.runs.run import STOP_S, Run
 from fsdp_lab.runs.steps import assemble_all
@@ -97,6 +98,10 @@ class Sweep(Awaited["Sweep"]):
     def recommend(self, limit_bytes: int | None = None) -> Recommendation:
         """Recommends one of the runs, and says what each toggle saved or cost; see `fsdp_lab.runs.recommendation`."""
         return recommend(self.comparison(), limit_bytes)
+
+    def plot(self) -> Picture:
+        """A picture of step time against peak memory, with a ring around the recommended run; see `Comparison.plot`."""
+        return self.comparison().plot(self.recommend().fastest)
 
     def _repr_html_(self) -> str:
         return self.comparison()._repr_html_() if self.runs else escape(repr(self))

@@ -23,11 +23,25 @@ from typing import Any, Self
 from fsdp_lab.base.events import Span, StepEvent, Track, exposed_by_unit
 from fsdp_lab.base.files import check_file, write_whole
 from fsdp_lab.base.formatting import Table, duration
+from fsdp_lab.runs.pictures import FAINT, RANKS, Picture, Plot
 
 TOLERANCE_S = 1e-3  # by which clocks may disagree beyond their reported errors: the accuracy of a span's ends
 MOST_COLUMNS = 8  # ranks with a column each in a table
 UNSEEN_WAITS = "Over NCCL streams wait, where the wire does not see it: waits are not attributed to units."
 NO_UNIT = "no unit"  # the vote, and whatever else belongs to no module
+
+# Colours of a picture, in the order of its rows; waiting, which is to be found, has the one that stands out.
+COMPUTE = {"forward": "#A9C3BC", "backward": "#7C9E96", "optimizer": "#547A71"}
+COLORS = {
+    Track.COMPUTE: "#C2CFCB",
+    Track.WAIT: "#E86A00",
+    Track.ALL_GATHER: "#8C7257",
+    Track.REDUCE_SCATTER: "#B3936E",
+    Track.ALL_REDUCE: "#CDB594",
+    Track.HOST_COPY: "#7D98A3",
+    Track.OTHER: "#A69C90",
+    Track.CONTROL: "#9D9DA6",
+}
 
 # Collectives that need the data of every rank of their group: none can end anywhere before all ranks have issued it.
 MEETINGS = (Track.ALL_GATHER, Track.REDUCE_SCATTER, Track.ALL_REDUCE, Track.CONTROL)
@@ -67,7 +81,8 @@ class RankLane:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Timeline:
-    """A traced step. In a notebook it shows the exposed communication of each unit; `export` writes it as a trace.
+    """A traced step. In a notebook it shows itself as a picture; `table` has the exposed communication of each unit, and
+    `export` writes it as a trace.
 
     Attributes:
         lanes: one for each rank that sent spans, in rank order. missing: the other ranks.
@@ -193,8 +208,37 @@ class Timeline:
     def __repr__(self) -> str:
         return repr(self.table())
 
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
+    def plot(self) -> Picture:
+        """A picture: a lane for each rank, with a row for each kind of work."""
+        lanes, row, top = self.lanes[:MOST_COLUMNS], 13.0, 30.0
+        tracks = [t for t in COLORS if any(s.track is t for lane in lanes for s in lane.spans)]
+        lane_px = row * len(tracks) + 14
+        bottom = top + lane_px * len(lanes)
+        rank, exposed_s = max(((r, sum(u.values())) for r, u in self.exposed().items()), key=itemgetter(1))
+        picture = Picture(bottom + 78, f"timeline of step {self.step}, {duration(self.seconds)}")
+        exposed = "" if self.waits_unseen else f"; up to {duration(exposed_s)} of communication exposed, on rank {rank}"
+        some = f"; the first {len(lanes)} ranks" if len(lanes) < len(self.lanes) else ""
+        picture.text(8, 12, f"step {self.step}: {duration(self.seconds)}{exposed}{some}", 12)
+        plot = Plot(picture=picture, right=picture.width_px - 10, bottom=bottom, x=(0, 1e3 * self.seconds), y=(0, 1))
+        plot.draw_axes("ms since the first rank began the step")
+        keys: dict[str, str] = {}
+        for place, lane in enumerate(lanes):
+            y, color = top + lane_px * place, RANKS[lane.rank % len(RANKS)]
+            picture.text(8, y + lane_px / 2 - 7, f"rank {lane.rank}", 12, color=color)
+            picture.rect(plot.left - 5, y, plot.left - 2, y + lane_px - 14, color)
+            for s in lane.spans:
+                label = s.name if s.track is Track.COMPUTE and s.name in COMPUTE else TRACK_NAMES[s.track]
+                keys[label] = fill = COMPUTE.get(label, COLORS[s.track])
+                left, right = (plot.at(1e3 * (lane.begin_s + t), 0)[0] for t in (s.start_s, s.end_s))
+                upper = y + row * tracks.index(s.track)
+                picture.rect(left, upper, min(max(left + 0.8, right), plot.right), upper + row - 2, fill)
+        order = [*COMPUTE.values(), *COLORS.values()]
+        picture.keys(bottom + 46, sorted(keys.items(), key=lambda key: order.index(key[1])))
+        picture.text(8, bottom + 70, " ".join(self.remarks), 10, color=FAINT)
+        return picture
+
+    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
+        return self.plot()._repr_png_()
 
     def export(self, path: str | os.PathLike[str]) -> Path:
         """Writes the step as a Chrome trace, for ui.perfetto.dev; returns the path. Raises ArgumentError for a path that is

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import enum
 import functools
+import math
 import os
 import platform
 import re
@@ -22,7 +23,7 @@ import psutil
 
 from fsdp_lab.base.errors import ArgumentError, Cause
 from fsdp_lab.base.events import AuditFinding, AuditKind
-from fsdp_lab.base.formatting import Table, plural
+from fsdp_lab.base.formatting import MIB, Table, count, duration, known, plural, size
 from fsdp_lab.base.generation import Completion
 from fsdp_lab.base.process import usable_cores
 from fsdp_lab.cluster import ClusterError
@@ -31,10 +32,11 @@ from fsdp_lab.export import export_script, export_spec
 from fsdp_lab.runs.blame import WINDOW, Blame
 from fsdp_lab.runs.diagnosis import Diagnosis, diagnose
 from fsdp_lab.runs.evaluation import EarlyStopping, Evaluation
-from fsdp_lab.runs.steps import EventStore, Step
-from fsdp_lab.runs.summary import step_table, summarize
+from fsdp_lab.runs.pictures import Picture, curves, sparkline
+from fsdp_lab.runs.steps import EventStore, Step, last_stretch
+from fsdp_lab.runs.summary import figures, step_table, summarize
 from fsdp_lab.runs.timeline import Timeline, check_trace_path, write_trace
-from fsdp_lab.spec.loops import Trained
+from fsdp_lab.spec.describe import Trained, describe_changes, describe_strategy
 from fsdp_lab.spec.spec import Spec
 
 PACKAGES = ("torch", "transformers", "fsdp-lab")
@@ -237,6 +239,14 @@ class RunView(Protocol):
     def audit(self) -> Audit: ...
 
 
+PLOTTED: Mapping[str, tuple[str, Callable[[Step], float]]] = {
+    "loss": ("loss, mean of the ranks", lambda s: s.mean_loss),
+    "memory": ("peak of the fullest rank, MiB", lambda s: max(e.memory.peak_bytes for e in s.events) / MIB or math.nan),
+    "throughput": ("tokens a second, all ranks", lambda s: s.tokens_per_s),
+    "time": ("step time, ms", lambda s: 1e3 * s.step_time_s),
+}
+
+
 class RunQueries:
     """Tables, figures, timelines and exports of a run. A mixin for classes that are a `RunView`. `findings`: of the audit of
     a watched loop; None: there is none."""
@@ -311,6 +321,43 @@ class RunQueries:
         evaluations = self.early_stopping.words(self.spec.workload) if isinstance(self.spec, Spec) else ""
         notes = (*([evaluations] if evaluations else []), *self.notes)
         return step_table(self.events.last_steps(last), specs, caption=repr(self)[1:-1], notes=notes)
+
+    def plot(self: RunView, what: str = "loss", *, beside: "RunView | Mapping[str, RunView]" = {}) -> Picture:  # noqa: B006
+        """A picture of the run over its steps, with a mark at each switch. `Picture.save` writes it as a file.
+
+        Args:
+            what: "loss", with rings at held-out losses; "memory", the peak of the fullest rank; "throughput", of all ranks;
+                or "time" of a step. The last two leave out what is left out of medians.
+            beside: another run, or several by their names, drawn broad and pale below it.
+
+        Raises ArgumentError: there is no such figure, or nothing has been measured.
+        """
+        if what not in PLOTTED:
+            raise ArgumentError("what", f"there is no {what!r} to draw", f"use one of {', '.join(PLOTTED)}")
+        label, value = PLOTTED[what]
+        others = beside if isinstance(beside, Mapping) else {f"run {beside.id}": beside}
+        runs: dict[str, RunView] = {("this run" if others else "run"): self, **others}
+        timed = what in ("throughput", "time")
+        steps = {name: [s for s in run.events.steps() if s.counts or not timed] for name, run in runs.items()}
+        points = {name: [(float(s.number), value(s)) for s in some] for name, some in steps.items()}
+        lines = {name: [p for p in some if math.isfinite(p[1])] for name, some in points.items()}
+        rings = [e for e in self.early_stopping.evaluations if what == "loss" and math.isfinite(e[1])]
+        changes = {s.step: s.before.difference(s.after) for s in self.switches if s.before is not None}
+        marks = {step: describe_changes(change, "to") or "resumed" for step, change in changes.items()}
+        return curves(lines, rings, marks, label=label, zero=what != "loss")
+
+    def _repr_html_(self: RunView) -> str:
+        """A card: state, the headline figures, and the loss as a line of characters."""
+        steps = self.events.steps()
+        found, losses = figures(last_stretch(steps, self.spec)), known(s.mean_loss for s in steps)
+        texts = {"a step": found.step_time_s and duration(found.step_time_s.median),
+                 "tokens/s": found.tokens_per_s and count(found.tokens_per_s.median),
+                 "peak a rank": found.peak_memory_bytes and size(found.peak_memory_bytes)}  # fmt: skip
+        words = [f"{text} {name}" for name, text in texts.items() if text]
+        if losses:
+            words.insert(0, f"loss {losses[0]:.4g} to {losses[-1]:.4g} {sparkline(losses)}")
+        of = describe_strategy(self.spec)
+        return f"<div><b>{escape(repr(self)[1:-1])}</b><br>{escape(of)}<br>{escape(' · '.join(words))}</div>"
 
     def summary(self: RunView) -> dict[str, Any]:
         """The `runs` entry of `fsdp-lab compare`'s JSON, for the Spec applied last, by the rule in `runs.summary`."""

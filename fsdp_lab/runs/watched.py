@@ -15,7 +15,7 @@ from fsdp_lab.cluster import RankHung
 from fsdp_lab.runs.steps import EventStore
 from fsdp_lab.runs.trackers import Reporter
 from fsdp_lab.runs.view import Awaited, RunQueries, RunState, Switch, fingerprint
-from fsdp_lab.spec.loops import WatchedLoop
+from fsdp_lab.spec.describe import WatchedLoop
 
 STOP_S = 2.0
 SAME = 5  # different batches that all ranks had, after which it is no chance

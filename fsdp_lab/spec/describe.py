@@ -1,18 +1,69 @@
-"""A Spec as text for tables, labels and messages: its fields, what differs between Specs, its strategy on one line."""
+"""`WatchedLoop`, what is known of a training loop that is not the lab's: to such a run what a Spec is to the lab's own. And
+both as text for tables, labels and messages: fields, what differs between Specs, the strategy on one line."""
 
+import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Self
 
 from fsdp_lab.spec.fields import AUTO, FieldRow
-from fsdp_lab.spec.loops import Trained, WatchedLoop
-from fsdp_lab.spec.spec import FIELDS, YOURS, Spec, fields_with
+from fsdp_lab.spec.spec import BACKEND_TRAITS, FIELDS, YOURS, Spec, fields_with
 
 UNKNOWN = "unknown"  # the value of a Spec's field that a watched loop does not tell
 STRATEGY_FIELDS = fields_with("in_name")
 _NO_FIELD = FieldRow()
 DEFAULT_FIELDS = tuple(name for name in STRATEGY_FIELDS if FIELDS[name].bare)  # name Specs that do not differ
+KEY = "watched"  # by which a stored one is told from a Spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchedLoop:
+    """A model as a user set it up, as far as it shows. Not a Spec: nothing can be trained, switched or exported from it.
+
+    `backend`: "lab", "fsdp2", "fsdp1", "ddp", or "module" for a plain one. `sharding`: as in a `Strategy`, "" if unknown.
+    """
+
+    model: str  # its class
+    backend: str
+    sharding: str
+    shard_size: int  # ranks in one shard group
+    parameters: int  # of the whole model
+    units: int  # below the root; of DDP and of a plain module, its repeated blocks
+    optimizer: str  # its class; "" if none was given
+    precision: str  # "fp32", or "bf16/fp32": of computing, and of the reduction where it differs
+    offload: str
+    world_size: int
+    device: str  # "cpu" or "cuda"
+    title: str = ""  # as given by the user
+
+    @property
+    def name(self) -> str:
+        """The name, as in `watched: FSDP2 GPT2LMHeadModel`."""
+        kind = BACKEND_TRAITS[self.backend].title if self.backend in BACKEND_TRAITS else "plain"
+        return self.title or f"watched: {kind} {self.model}"
+
+    @cached_property
+    def id(self) -> str:
+        """Eight hex digits, as of a Spec."""
+        text = json.dumps(self.to_dict(), sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+    def flat(self) -> dict[str, Any]:
+        """Field name -> value; where a Spec has a field of that name, it means the same."""
+        return dataclasses.asdict(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {KEY: self.flat()}
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> Self:
+        return cls(**d[KEY])
+
+
+Trained = Spec | WatchedLoop  # what a run trains, as far as it is known
 
 
 def flat_fields(spec: Trained | Mapping[str, Any]) -> dict[str, Any]:

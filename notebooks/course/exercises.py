@@ -21,8 +21,7 @@ from fsdp_lab.runs import Run, RunState, Sweep, WatchedRun
 from fsdp_lab.runs.recovery import REPLICA
 from fsdp_lab.runs.slow_motion import StepMoment
 from fsdp_lab.runs.steps import Step
-from fsdp_lab.spec.describe import describe_value, field_title
-from fsdp_lab.spec.loops import WatchedLoop
+from fsdp_lab.spec.describe import WatchedLoop, describe_value, field_title
 from fsdp_lab.spec.param_groups import matches
 from fsdp_lab.spec.spec import Spec
 
@@ -212,7 +211,7 @@ def repeats_nothing(run: Run) -> str:
     lost = "its part of the optimizer's state" if run.spec.strategy.shards_optimizer_only else "its shards"
     why = f"{lost} were nowhere else, since {plural(factor, 'rank')} share one copy"
     repeated = f"so {plural(incident.lost_steps, 'step')} were trained again"
-    raise NotYet(f"It went on from {incident.source}, {repeated}: {why if factor > 1 else 'no copy was left'}.")
+    raise NotYet(f"It resumed from {incident.source}, {repeated}: {why if factor > 1 else 'no copy was left'}.")
 
 
 @check

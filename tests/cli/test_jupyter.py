@@ -37,6 +37,9 @@ def test_notebooks_are_copied_and_changed_ones_stay(tmp_path: Path, monkeypatch:
     assert jupyter.notebooks_folder(None) == tmp_path / "fsdp-lab-notebooks", "not in the repository"
     code = ("other_front_ends.md", "solutions/write_your_own_fsdp.py", "course/exercises.py", "course/memory_limit.py")
     assert all((folder / file).is_file() for file in code)
+    learners = jupyter.notebooks_folder(tmp_path / "learner", learner=True)
+    assert (learners / jupyter.COURSE).is_file() and (learners / "course" / "exercises.py").is_file()
+    assert not (learners / "teacher.ipynb").exists() and not (learners / "solutions").exists()
 
 
 def test_the_tunnel_leads_to_the_address_that_this_ssh_session_came_to(monkeypatch: pytest.MonkeyPatch):

@@ -96,10 +96,7 @@ def test_what_is_gathered_is_lit_up_and_every_element_is_some_ranks_own():
     assert owned == pytest.approx(sum(b.right - b.left for b in axis.bars.values()))
     names = panel.patches()["slow.ranks"]["major_label_overrides"]["entries"]
     assert names == [[0, "0: 676,160, 3.30 MiB"], [1, "1: 676,160, 3.30 MiB"]]
-
-
-def test_gradients_are_a_strip():
-    panel = HoldingsPanel(moments()[-1])
+    panel = HoldingsPanel(moments()[-1])  # gradients are a strip
     assert drawn(panel, "slow.own", 0, strip=True) == drawn(panel, "slow.own", 0) != []
     early = HoldingsPanel(moments()[0])
     assert all(drawn(early, s, 0, strip=True) == [] for s in ("slow.light", "slow.moving", "slow.own"))
@@ -114,8 +111,4 @@ def test_the_unit_at_work_is_marked_and_all_of_them_by_the_optimizer():
     panel.update(moments()[-1])
     (mark,) = rows(panel.sources[4])
     assert mark["left"] < 0 and mark["right"] > 0.99
-
-
-def test_other_ranks_or_parameters_need_another_picture():
-    panel = HoldingsPanel(moments()[0])
     assert not panel.fits(moments(3)[0]) and not panel.fits(moments(model=Model.gpt2(64, 4))[0])

@@ -67,6 +67,7 @@ def test_play_ends_with_the_step_of_which_the_loss_is_said_and_next_begins_anoth
     desk.press("play")
     desk.until(lambda: desk.box._paused.is_set())
     assert "Step 0 is over, its loss was" in desk.said and desk.box._stop.disabled and not desk.ranks.under_way
+    assert f"the last is {desk.index} · the step has ended since" in desk.box._headline()
     desk.press("next")
     desk.until(lambda: desk.index == 0 and desk.box._drawn.step == 1)
 

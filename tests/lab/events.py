@@ -3,7 +3,7 @@
 from typing import Any
 
 from fsdp_lab.base.events import Memory, StepEvent, Traffic
-from fsdp_lab.spec.loops import WatchedLoop
+from fsdp_lab.spec.describe import WatchedLoop
 from fsdp_lab.spec.spec import Spec
 
 SPEC = Spec()

@@ -7,12 +7,12 @@ from typing import Any
 from fsdp_lab.base.errors import Cause
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.runs import EventStore, RunState, Switch
-from fsdp_lab.runs.view import Audit
+from fsdp_lab.runs.view import RunQueries
 from fsdp_lab.spec.spec import Spec
 
 
 @dataclass(kw_only=True)
-class RecordedRun:
+class RecordedRun(RunQueries):
     """A `RunView`."""
 
     spec: Spec
@@ -28,9 +28,6 @@ class RecordedRun:
     notes: tuple[str, ...] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
     switches: list[Switch] = field(default_factory=list)
-
-    def audit(self) -> Audit:
-        return Audit(None, "")
 
 
 def told(spec: Spec, events: Iterable[Mapping[str, Any] | StepEvent], **more: Any) -> RecordedRun:

@@ -13,7 +13,7 @@ from fsdp_lab.dashboard.forms import HIDDEN
 from fsdp_lab.dashboard.opened_forms import DiagnosisBox
 from fsdp_lab.runs.diagnosis import Diagnosis, diagnose
 from fsdp_lab.runs.steps import EventStore
-from fsdp_lab.spec.loops import Trained
+from fsdp_lab.spec.describe import Trained
 from fsdp_lab.spec.param_groups import unwrapped
 from fsdp_lab.spec.spec import Spec
 from tests.lab.events import LOOP, event

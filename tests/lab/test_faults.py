@@ -92,7 +92,7 @@ def test_a_rank_is_killed_at_the_moment_that_was_asked_for(impatient_lab: Lab, r
     culprit, at_step = impatient_lab.cluster.pids[1], run.step + 5
     arm(impatient_lab, kind="kill", phase="update", at_step=at_step)
     run.resume()
-    with pytest.raises(RankLost, match="rank 1 is gone: .* SIGKILL .* while doing train"):
+    with pytest.raises(RankLost, match="rank 1 is gone: .* SIGKILL .* during train"):
         run.wait(60)
     assert run.step <= at_step + 1, "the others may have applied it"
     begins_anew(impatient_lab, culprit)

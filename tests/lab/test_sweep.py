@@ -221,4 +221,3 @@ def test_a_moment_in_words(lab: Lab):
     assert moment.held_elements(0) == sum(b - a for a, b in moment.holds(0).values())
     assert moment.caption.startswith("forward · compute transformer.h.1: ")
     assert f"Moment 6 of step {moment.step}: forward" in repr(moment)
-    assert "root, transformer.h.1" in moment._repr_html_()

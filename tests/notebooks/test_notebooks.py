@@ -59,8 +59,8 @@ def test_they_are_saved_small_and_static_and_link_to_what_is_there() -> None:
         text = "".join(cell["source"] for cell in cells)
         files = [*re.findall(r"\]\((\w+\.\w+)\)", text), *re.findall(r"`((?:solutions|course)/[\w.]*)`", text)]
         assert all((NOTEBOOKS / file).exists() for file in files), name
-        if name == NAMES[2]:
-            assert {"image/png", "text/html"} <= kinds and len(set(losses(text_of(cells)))) == 1
+        assert ("image/png" in kinds) == (name[:2] in ("02", "03", "04", "05", "07", "08")), "pictures are saved"
+        assert len(set(losses(text_of(cells)))) == (name == NAMES[2])
 
 
 # -- in a kernel -----------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ SMALLER: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"here = lab\.calibrate\(passes=3\)\nhere", CALIBRATE),
     (r"\bsteps=(\d+)(?!\d|, recover)", lambda m: f"steps={min(int(m[1]), 6)}"), (r'"steps": 80', '"steps": 24'),
     (r'model="gpt2-1m", steps=6\)\nwhile', 'model="gpt2-1m", steps=40)\nwhile'), (r"every=20", "every=3"),
-    (r"rounds=2", "rounds=1"), (r"files\[:60\]", "files[:6]"), (r"files\[60:120\]", "files[6:12]"),
+    (r"rounds=2", "rounds=1"),
     (r"(< |\+ )8\b", r"\g<1>3"),
 )  # fmt: skip
 
@@ -134,14 +134,13 @@ def solved_loop(nbformat: Any, notebook: Any) -> list[Any]:
 TOLD: dict[str, list[str]] = {
     NAMES[0]: [r"Ready: \d steps"],
     NAMES[2]: ["carried over: True", "is not available with ddp", "rank 0 of 2", "rank 1 of 2"],
-    NAMES[3]: ["(?s)forward · unshard root.*backward · reduce.*update · optim", "unshard 2 ahead", "<Moment", "all exposed",
-               "the same losses: True", "Emulated link: "],
+    NAMES[3]: ["what rank 0 holds of 5 units in 32 phases", "every rank holds before phase 0, 2, 5, ", "unshard 2 ahead",
+               "<Moment", "all exposed", "the same losses: True", "Emulated link: "],
     NAMES[4]: ["fsdp2 full_shard fp32 +equal bit for bit", "ddp no_shard fp32 +equal bit for bit", "equal within rounding",
                "The fastest that fits is", "comparison.html", "3 of ", "torchrun --nproc-per-node 2 THIS_FILE"],
-    NAMES[5]: ["rank 1 is gone", "It resumed from a checkpoint at step", "(?m)^True$", "training stood", "parameters'"],
+    NAMES[5]: ["rank 1 is gone", "It resumed from a checkpoint at step", "(?m)^True$", "training stopped", "parameters'"],
     NAMES[6]: ["gpt2-1m, 1.0 million parameters", "512 x h100 in 64 hosts", "bound by", "the best of"],
-    NAMES[7]: ["(?s)equal bit for bit.*equal bit for bit", "the baseline", "the same text: True",
-               "'adapter_config.json', 'adapter_model.safetensors'"],
+    NAMES[7]: ["the same answers: True", "question", "'adapter_config.json', 'adapter_model.safetensors'"],
     NAMES[8]: ["(?s)equal bit for bit.*equal bit for bit", "Train a Net under FSDP2", "watched: FSDP2 Sequential",
                "Passed. 4 micro-batches, and 4 reductions a step", "watched fsdp2 full_shard fp32"],
     NAMES[9]: ["finished: 3 ranks since step", "state carried: True", "'to other hosts': 0"],
@@ -174,8 +173,8 @@ def test_it_runs_from_top_to_bottom(nbformat: Any, run: Callable[[Any], str], na
         rows = re.findall(r"[\d.]+ MiB  +[\d.]+ MiB$", told, re.MULTILINE)
         assert len(rows) == 5 and all(len(set(re.findall(r"[\d.]+ MiB", row))) == 1 for row in rows), "to 0.1 MiB"
     elif name == NAMES[7]:
-        states = re.findall(r"optimizer state of rank 0: ([\d.]+) MiB", told)
-        assert len(states) == 2 and float(states[1]) < float(states[0]) / 20
+        peaks = re.findall(r"(?:adapters|all parameters) +([\d,]+) MiB a rank", told)
+        assert len(peaks) == 2 and int(peaks[0].replace(",", "")) < int(peaks[1].replace(",", ""))
 
 
 def test_binder_begins_with_the_smallest_model(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from fsdp_lab.rank import trainer as trainer_module
 from fsdp_lab.rank.measure import GUARD_CHARACTERS, Recompilations
 from fsdp_lab.rank.watch import loop as watch_module
 from fsdp_lab.rank.watch.loop import Watch, plain_host
-from fsdp_lab.spec.loops import WatchedLoop
+from fsdp_lab.spec.describe import WatchedLoop
 from fsdp_lab.spec.spec import Spec
 from fsdp_lab.wire import WireContext
 from tests.models.small import filled

@@ -1,84 +1,24 @@
 """Holdings: the ranges of the parameters that every rank holds at one moment of a step, as slow motion shows them."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Any
 
 from bokeh.models import FixedTicker, NoOverlap, Range1d
 from bokeh.plotting import figure
 
-from fsdp_lab.base.events import ROOT, ParameterHolding, PhaseSnapshot
+from fsdp_lab.base.events import PhaseSnapshot
 from fsdp_lab.base.formatting import count, size
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.panels import draw
 from fsdp_lab.dashboard.panels.base import BaseCard, Captions, Columns, Key, Patches
-from fsdp_lab.runs import StepMoment
+from fsdp_lab.runs.slow_motion import EMPTY, LIGHT, MOVING, SPLIT, ParameterAxis, StepMoment, short_names
 
 MOST_RANKS = 16  # more are not drawn, for lack of room
 ROWS_PX, LEAST_ROW_PX, MOST_ROW_PX = 400, 22, 56
 AXIS_PX, SIDE_PX = 48, 190
 
-# Shares of the axis: the least width of a parameter, and all of these together.
-LEAST_WIDTH, LEAST_WIDTHS = 0.004, 0.3
-UNIT_GAP, UNIT_GAPS = 0.008, 0.12  # the gap between units, and all gaps together at most
-SPLIT = 0.0012  # the gap between parameters
-
 BAR = (-0.42, 0.17)  # top and bottom of a parameter's bar, in ranks from its row
 STRIP = (0.24, 0.40)  # of the strip of its gradient
-EMPTY, LIGHT, MOVING = 0.18, 0.48, 0.16  # opacities: not held, gathered, in communication
-
-
-@dataclass(frozen=True, kw_only=True)
-class HoldingBar:
-    """A parameter's place on the axis, which runs from 0 to 1."""
-
-    left: float
-    right: float
-    numel: int
-
-    def at(self, start: int, stop: int) -> tuple[float, float]:
-        """The place of a range of its elements."""
-        scale = (self.right - self.left) / max(1, self.numel)
-        return self.left + start * scale, self.left + stop * scale
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParameterAxis:
-    """All parameters side by side, grouped by unit; widths are proportional to their elements, with a least width."""
-
-    bars: Mapping[str, HoldingBar]
-    units: Mapping[str, tuple[float, float]]
-
-    @classmethod
-    def of(cls, parameters: Sequence[ParameterHolding]) -> Self:
-        by_unit: dict[str, list[ParameterHolding]] = {}
-        for p in parameters:
-            by_unit.setdefault(p.unit, []).append(p)
-        least = min(LEAST_WIDTH, LEAST_WIDTHS / max(1, len(parameters)))
-        gap = min(UNIT_GAP, UNIT_GAPS / max(1, len(by_unit)))
-        free = 1 - least * len(parameters) - gap * (len(by_unit) - 1)
-        each = free / max(1, sum(p.numel for p in parameters))
-        bars: dict[str, HoldingBar] = {}
-        units: dict[str, tuple[float, float]] = {}
-        x = 0.0
-        for unit, inside in by_unit.items():
-            first = x
-            for p in inside:
-                width = least + each * p.numel
-                bars[p.name] = HoldingBar(left=x, right=x + width - min(SPLIT, width / 4), numel=p.numel)
-                x += width
-            units[unit] = (first, x)
-            x += gap
-        return cls(bars=bars, units=units)
-
-
-def short_names(units: Sequence[str]) -> dict[str, str]:
-    """Unit -> its name without the prefix common to all: transformer.h.0 becomes h.0."""
-    inner = [u.split(".") for u in units if u != ROOT]
-    common = 0
-    while inner and all(len(parts) > common + 1 and parts[common] == inner[0][common] for parts in inner):
-        common += 1
-    return {u: u if u == ROOT else ".".join(u.split(".")[max(0, common - 1) :]) for u in units}
 
 
 class HoldingsPanel(BaseCard):
@@ -113,7 +53,9 @@ class HoldingsPanel(BaseCard):
 
     def _draw(self) -> figure:
         y_range = Range1d(start=self.ranks - 0.5, end=-0.5)
-        fig = draw.plain_figure("slow", "rank: held", x_range=Range1d(start=-0.006, end=1.006), y_range=y_range)
+        fig = draw.plain_figure(
+            "slow", "rank: elements, bytes", x_range=Range1d(start=-0.006, end=1.006), y_range=y_range
+        )
         fig.height = AXIS_PX + self.ranks * max(LEAST_ROW_PX, min(MOST_ROW_PX, ROWS_PX // self.ranks))
         fig.xgrid.visible = fig.ygrid.visible = False
         fig.min_border_left = SIDE_PX  # as the numbers change, the picture stands still

@@ -33,7 +33,7 @@ from fsdp_lab.engine.buffer import sharded_form
 from fsdp_lab.engine.hooks import unit_hooks
 from fsdp_lab.engine.state import shard_of
 from fsdp_lab.models.wrapping import blocks
-from fsdp_lab.spec.loops import WatchedLoop
+from fsdp_lab.spec.describe import WatchedLoop
 from fsdp_lab.wire import WireContext
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

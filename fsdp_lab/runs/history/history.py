@@ -29,8 +29,7 @@ from fsdp_lab.runs.history.database import HistoryDB, HistoryError, damaged, set
 from fsdp_lab.runs.history.writer import HistoryWriter, explain
 from fsdp_lab.runs.steps import CAP, EventStore
 from fsdp_lab.runs.view import RunQueries, RunState, RunView, Switch, describe_environment
-from fsdp_lab.spec.describe import describe_strategy, describe_value
-from fsdp_lab.spec.loops import KEY, Trained, WatchedLoop
+from fsdp_lab.spec.describe import KEY, Trained, WatchedLoop, describe_strategy, describe_value
 from fsdp_lab.spec.spec import Spec
 
 SILENT_S = 90.0  # a kernel on another host counts as dead after so long without an update: a live one writes every 5 s
