@@ -235,7 +235,9 @@ class Feed:
         stage.overlay(self._board.overlays())
         shared: dict[str, Any] = {"shared_sources": stage.frame.sources, "shared_patches": stage.frame.patches}
         texts: dict[str, Any] = {"headline": self._headline, "caution": self._caution}
-        scene = Scene(cards=[*stage.panels, self._card], tabs=TABS, help=self._help, ranks=stage.world_size, **shared, **texts)
+        scene = Scene(
+            cards=[*stage.panels, self._card], tabs=TABS, help=self._help, ranks=stage.world_size, **shared, **texts
+        )
         (self._live.swap if swap else self._live.show)(scene)
 
     def _caution(self) -> str:
