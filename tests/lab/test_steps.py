@@ -86,7 +86,7 @@ def results(run: Any) -> dict[str, str]:
     """What every view of the run shows, but for the plots."""
     compared = Comparison.of([run])
     course = Course.of(0, compared.rows[0], run)
-    still = timeline(0, compared.rows[0], run, "")
+    still = timeline(0, compared.rows[0], run)
     pinned = Pinned.of(run)
     renderers = [chart.root.renderers for chart in curves([course], "")]
     drawn = [[{k: list(v) for k, v in r.data_source.data.items()} for r in some] for some in renderers]
