@@ -151,6 +151,7 @@ class DashboardPage:
 
     def photograph(self, path: Path) -> None:
         """The dashboard alone, with a margin of the page around it."""
+        self.page.locator(".fsdp-lab").first.evaluate("(e) => e.scrollIntoView()")
         box = self.page.locator(".fsdp-lab").first.bounding_box()
         height = min(box["height"] + 16, self.page.viewport_size["height"] - box["y"] - 30)  # type: ignore[index]
         clip = {"x": box["x"] - 8, "y": box["y"] - 1, "width": box["width"] + 16, "height": height}

@@ -56,7 +56,8 @@ def test_notebook_01(server: JupyterServer, open_notebook: Callable[[str], Noteb
     opened.wait_reading("memory", r"[\d.]+ MiB on the host")
 
     notebook.hide_sidebar()
-    opened.show(1600, "Light")
+    opened.tab("loss")
+    opened.show(1280, "Light")
     assert opened.clipped() == []
     opened.photograph(Path(os.environ.get("FSDP_LAB_SCREENSHOTS") or tmp_path) / "dashboard.png")
 
