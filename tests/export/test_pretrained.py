@@ -92,7 +92,7 @@ def test_what_is_there_is_not_lost(pool: Pool, tmp_path: Path, capsys: pytest.Ca
 
     saved = find(tmp_path / "saved")
     assert main(["checkpoints", str(tmp_path / "saved")]) == 0
-    assert f"{saved.path.name}  step 3" in capsys.readouterr().out
+    assert f"{saved.path.name}  after 3 steps, " in capsys.readouterr().out
     assert main(["checkpoints", str(saved.path), "--export", str(tmp_path / "model")]) == 0
     assert main(["checkpoints", str(saved.path), "--export", str(tmp_path / "model")]) == 2
     assert main(["checkpoints", str(saved.path), "--export", str(tmp_path / "model"), "--force"]) == 0
