@@ -16,16 +16,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fsdp_lab.cli.main import main
 from fsdp_lab.runs.history import History
 from fsdp_lab.runs.history.history import StoredRun
+from tests.covering import tiered
 from tests.waiting import until
 
 STRANGERS = Path(__file__).with_name("strangers.py")
 ALONE = ("plain", "sft", "closure", "compiled")
 SEVERAL = ("nanogpt", "titan", "fsdp1", "trainer", "accelerated", "fabric", "course")
 NEEDS = {"sft": "trl", "trainer": "transformers", "accelerated": "accelerate", "fabric": "lightning_fabric"}
-QUICK = ("nanogpt",)
 
 
 def watched(command: Sequence[str], history: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -45,9 +44,7 @@ def launched(name: str, file: Path) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", *script]
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in (*ALONE, *SEVERAL)]
-)
+@pytest.mark.parametrize("name", tiered((*ALONE, *SEVERAL), lambda name: name == "nanogpt"))
 def test_a_script_as_it_is(name: str, tmp_path: Path) -> None:
     if name in NEEDS and find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")
@@ -58,9 +55,8 @@ def test_a_script_as_it_is(name: str, tmp_path: Path) -> None:
     run = stored(tmp_path / "history")
     steps = run.events.steps()
     assert [step.mean_loss for step in steps] == pytest.approx(losses, rel=1e-3)
-    assert (
-        run.state.value == "finished" and f"watched {len(losses)} steps of" in ended.stderr and run.id in ended.stderr
-    )
+    assert run.state.value == "finished" and run.id in ended.stderr
+    assert f"watched {len(losses)} steps of" in ended.stderr
     assert run.audit().done and not run.audit(), run.audit()
     events = [event for step in steps for event in step.events]
     assert len(events) == len(by_rank) * len(losses)
@@ -69,10 +65,8 @@ def test_a_script_as_it_is(name: str, tmp_path: Path) -> None:
     if name in SEVERAL:
         assert all(sum(t.calls for t in e.comm.values()) > 0 for e in events)
     if name == "nanogpt":  # evaluates and saves after its third step
-        spent = [
-            (e.step, bool(e.evaluation_s), bool(e.checkpoint_s)) for e in events if e.evaluation_s or e.checkpoint_s
-        ]
-        assert spent == [(3, True, True), (3, True, False)]
+        spent = [(e.step, bool(e.evaluation_s), bool(e.checkpoint_s)) for e in events]
+        assert [one for one in spent if any(one[1:])] == [(3, True, True), (3, True, False)]
 
 
 def test_of_several_models_the_largest_is_watched(tmp_path: Path) -> None:
@@ -167,18 +161,6 @@ def test_nothing_is_left_of_an_interrupted_command(name: str, number: signal.Sig
     until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in inside))
 
 
-REFUSALS: dict[str, tuple[list[str], str]] = {
-    "nothing": ([], "no command was given; write it after --"),
-    "no_program": (["--", "train.py"], "train.py was not found, or is no program; give python train.py"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSALS)
-def test_what_is_no_command_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments, sentence = REFUSALS[name]
-    assert main(["watch", *arguments]) == 2 and sentence in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_one_line_in_a_trainer(tmp_path: Path) -> None:
     """`callbacks=[fsdp_lab.trainer_callback()]`, without the command."""
@@ -186,6 +168,5 @@ def test_one_line_in_a_trainer(tmp_path: Path) -> None:
     environment = {**os.environ, "FSDP_LAB_HISTORY": str(tmp_path / "history")}
     assert subprocess.run(command, env=environment, capture_output=True, timeout=300).returncode == 0
     run, losses = stored(tmp_path / "history"), json.loads((tmp_path / "account-0").read_text())
-    assert [s.mean_loss for s in run.events.steps()] == pytest.approx(
-        losses, rel=1e-3
-    ) and run.state.value == "finished"
+    assert run.state.value == "finished"
+    assert [s.mean_loss for s in run.events.steps()] == pytest.approx(losses, rel=1e-3)

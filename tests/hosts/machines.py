@@ -20,10 +20,22 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.conftest import FAKE
 from tests.waiting import until
 
 RENAMED = 'hostname "$0" && exec "$@"'
 LIMIT_S = 20
+KERNEL = """
+import sys, time
+from fsdp_lab.cluster.cluster import Cluster
+from fsdp_lab.cluster.hosts import SlurmHosts, SshHosts
+from fsdp_lab.spec.spec import Spec
+cluster = Cluster(hosts={hosts}, rank_module={module!r}, persist={persist_h} or False).start()
+cluster.call("apply", run="r", spec=Spec().replace(seed=7).to_dict(), fresh=True)
+cluster.call("train", steps=5)
+print(cluster.token, *cluster.pids, flush=True)
+time.sleep(600)
+"""
 
 
 def which(name: str) -> str | None:
@@ -91,11 +103,6 @@ class Site:
             ip("-n", machine.space, "addr", "add", addresses[i], "dev", interface, *at_once)
             ip("-n", machine.space, "link", "set", interface, "up")
 
-    def connect_also(self, prefix: str, length: int) -> None:
-        """One more network: "extra" on each host, with the addresses `prefix`1, `prefix`2, ..."""
-        addresses = [f"{prefix}{i + 1}/{length}" for i in range(len(self.machines))]
-        self.connect(f"{self.bridges[0]}e", "extra", addresses)
-
 
 @contextmanager
 def site(names: Sequence[str], number: int = 0) -> Iterator[Site]:
@@ -139,6 +146,22 @@ def left(made: Site, *own: str) -> list[str]:
     """What runs on the hosts, but for command lines with one of these words."""
     running = [(m.name, words) for m in made.machines for pid in m.pids if (words := words_of(pid))]
     return [f"{name}: {words}" for name, words in running if not any(word in words for word in own)]
+
+
+def killed_kernel(hosts: str, *arguments: str, persist_h: float) -> tuple[str, list[int]]:
+    """The token and pids of ranks that have trained five steps and whose kernel was killed.
+
+    Args:
+        hosts: the configuration as Python's text, in which `arguments` are `sys.argv[1:]`."""
+    kernel = subprocess.Popen(
+        [sys.executable, "-c", KERNEL.format(hosts=hosts, module=FAKE, persist_h=persist_h), *arguments],
+        stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    token, *pids = kernel.stdout.readline().split()  # type: ignore[union-attr]
+    kernel.kill()
+    kernel.wait(10)
+    assert len(pids) == 2
+    return token, [int(pid) for pid in pids]
 
 
 def end(pids: Sequence[int]) -> None:

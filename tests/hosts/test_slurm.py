@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -18,20 +17,12 @@ from fsdp_lab.cluster.host_engines import started
 from fsdp_lab.cluster.hosts import Hosts, SlurmHosts
 from fsdp_lab.lab import Lab
 from tests.cluster.conftest import FAKE
-from tests.hosts.machines import Site, Slurm, kept_folders, left
+from tests.hosts.machines import Site, Slurm, kept_folders, killed_kernel, left
 from tests.waiting import until
 
 LEFT_S = 15.0
 OWN = ("slurmd", "slurmstepd")
-KERNEL = """
-import sys, time
-from fsdp_lab.cluster.cluster import Cluster
-from fsdp_lab.cluster.hosts import SlurmHosts
-hosts = SlurmHosts(hosts=2, ranks_per_host=1, cut_s=5.0)
-cluster = Cluster(hosts=hosts, rank_module=sys.argv[1], persist=float(sys.argv[2]) or False).start()
-print(*cluster.pids, flush=True)
-time.sleep(600)
-"""
+KEPT = "SlurmHosts(hosts=2, ranks_per_host=1, cut_s=5.0)"
 
 
 @pytest.fixture(scope="module")
@@ -105,10 +96,9 @@ def test_what_slurm_refuses_is_said(hosts) -> None:
         on(hosts(partition="none")).start()
     with pytest.raises(StartError, match="there is no /opt/none/python: give python="):
         on(hosts(python="/opt/none/python")).start()
-    with pytest.raises(ArgumentError, match="options"):
-        SlurmHosts(options=("constraint",))
-    with pytest.raises(ArgumentError, match="hosts"):
-        SlurmHosts(hosts=0)
+    for given, field in (({"options": ("constraint",)}, "options"), ({"hosts": 0}, "hosts")):
+        with pytest.raises(ArgumentError, match=field):
+            SlurmHosts(**given)
 
 
 def test_a_job_that_is_granted_and_revoked_is_refused() -> None:
@@ -119,26 +109,15 @@ def test_a_job_that_is_granted_and_revoked_is_refused() -> None:
         SlurmEngines.__new__(SlurmEngines)._wait_in_queue(asked)
 
 
-def killed_kernel(persist_h: float) -> list[int]:
-    """The pids of ranks whose kernel was killed."""
-    words = [sys.executable, "-c", KERNEL, FAKE, str(persist_h)]
-    kernel = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    pids = [int(pid) for pid in kernel.stdout.readline().split()]
-    kernel.kill()
-    kernel.wait(10)
-    assert len(pids) == 2
-    return pids
-
-
 @pytest.mark.slow
 def test_the_job_of_a_killed_kernel_is_given_back(two: Site, slurm: Slurm, hosts) -> None:
-    killed_kernel(0)
+    killed_kernel(KEPT, persist_h=0)
     until(lambda: not slurm.jobs() and not left(two, *OWN), LEFT_S, "the job is given back")
 
 
 @pytest.mark.nightly
 def test_a_job_stays_for_the_next_kernel(two: Site, slurm: Slurm, hosts) -> None:
-    pids, job = killed_kernel(1.0), slurm.jobs()
+    (_, pids), job = killed_kernel(KEPT, persist_h=1), slurm.jobs()
     with on(hosts(cut_s=5.0), persist=1) as cluster:
         assert cluster.attached and cluster.pids == pids and slurm.jobs() == job
         assert [(d["host"], d["pid"]) for d in cluster.call("describe")] == [("alpha", pids[0]), ("beta", pids[1])]
@@ -152,6 +131,6 @@ def test_a_job_stays_for_the_next_kernel(two: Site, slurm: Slurm, hosts) -> None
         assert {one.host for one in cluster.lost.values()} == {"alpha", "beta"}
         with pytest.raises(StartError, match="alpha: srun: error: .*[Jj]ob"):
             cluster.resize(2)
-    killed_kernel(1 / 3600)
+    killed_kernel(KEPT, persist_h=1 / 3600)
     assert slurm.jobs()
     until(lambda: not slurm.jobs() and not left(two, *OWN), 1 + LEFT_S, "nobody came, and the job is given back")

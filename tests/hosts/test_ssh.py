@@ -29,26 +29,14 @@ from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run, RunState
 from fsdp_lab.runs.recovery import REPLICA, RecoveryPolicy
 from tests.cluster.conftest import FAKE
-from tests.hosts.machines import Site, SshServers, end, kept_folders, left, site, words_of
+from tests.hosts.machines import Site, SshServers, end, kept_folders, killed_kernel, left, site, words_of
 from tests.lab.events import losses
 from tests.waiting import until
 
 HEADERS = 0.10  # of Ethernet, IP and TCP, their acknowledgements, and the ranks' reports to the kernel
 OWN = "/sshd-"  # its configuration
 LEFT_S = 15.0  # for hosts to be clean after the kernel was killed
-KEPT = """
-import sys, time
-from fsdp_lab.cluster.cluster import Cluster
-from fsdp_lab.cluster.hosts import SshHosts
-from fsdp_lab.spec.spec import Spec
-config, module, tunnel, hours = sys.argv[1:]
-hosts = SshHosts(names=("alpha", "beta"), ranks_per_host=1, ssh_args=("-F", config), tunnel=True if tunnel else None)
-cluster = Cluster(hosts=hosts, rank_module=module, persist=float(hours)).start()
-cluster.call("apply", run="r", spec=Spec().replace(seed=7).to_dict(), fresh=True)
-cluster.call("train", steps=5)
-print(cluster.token, *cluster.pids, flush=True)
-time.sleep(600)
-"""
+KEPT = 'SshHosts(names=("alpha", "beta"), ranks_per_host=1, ssh_args=("-F", sys.argv[1]), tunnel={})'
 
 
 @pytest.fixture(scope="module")
@@ -162,29 +150,17 @@ def test_a_host_that_cannot_be_reached_or_used_is_said(two: Site, ssh: SshServer
 
 
 def test_invalid_hosts_are_refused_before_anything_starts() -> None:
-    for names in ((), ("",), ("-oProxyCommand=evil",), ("a", "a")):
-        with pytest.raises(ArgumentError, match="hosts"):
-            SshHosts(names=names)
-    with pytest.raises(ArgumentError, match="ranks_per_host"):
-        SshHosts(names=("a",), ranks_per_host=0)
-    with pytest.raises(ArgumentError, match="gpus_per_host"):
-        SshHosts(names=("a",), ranks_per_host=2, gpus_per_host=2)
+    wrong = [({"names": names}, "hosts") for names in ((), ("",), ("-oProxyCommand=evil",), ("a", "a"))]
+    wrong += [({"ranks_per_host": 0}, "ranks_per_host"), ({"ranks_per_host": 2, "gpus_per_host": 2}, "gpus_per_host")]
+    for given, field in wrong:
+        with pytest.raises(ArgumentError, match=field):
+            SshHosts(**{"names": ("a",), **given})
 
 
 # -- ranks that stay, and ranks that move ------------------------------------------------------------------------------
-def kept(ssh: SshServers, *, tunnel: bool = False, hours: float = 1.0) -> tuple[str, list[int]]:
-    """The token and pids of ranks whose kernel was killed."""
-    words = [sys.executable, "-c", KEPT, str(ssh.config), FAKE, "tunnel" if tunnel else "", str(hours)]
-    kernel = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    token, *pids = kernel.stdout.readline().split()
-    kernel.kill()
-    kernel.wait(10)
-    return token, [int(pid) for pid in pids]
-
-
 @pytest.mark.slow
 def test_the_next_kernel_finds_the_ranks_on_their_hosts(two: Site, ssh: SshServers, hosts) -> None:
-    token, pids = kept(ssh, tunnel=True)
+    token, pids = killed_kernel(KEPT.format(True), str(ssh.config), persist_h=1)
     with Cluster(hosts=hosts(tunnel=True), rank_module=FAKE, persist=1) as cluster:
         assert cluster.attached and (cluster.token, cluster.pids) == (token, pids)
         assert cluster.membership.engines._connection["interface"] == "tcp://127.0.0.1", "all comes through ssh"
@@ -203,10 +179,10 @@ def test_the_next_kernel_finds_the_ranks_on_their_hosts(two: Site, ssh: SshServe
 
 @pytest.mark.nightly
 def test_ranks_on_hosts_that_nobody_comes_for_end(two: Site, ssh: SshServers, hosts, capsys) -> None:
-    kept(ssh, hours=1 / 3600)
+    killed_kernel(KEPT.format(None), str(ssh.config), persist_h=1 / 3600)
     assert left(two, OWN)
     until(lambda: not left(two, OWN), 1 + LEFT_S, "the limit has ended them")
-    token, _ = kept(ssh)
+    token, _ = killed_kernel(KEPT.format(None), str(ssh.config), persist_h=1)
     assert main(["ranks"]) == 0
     assert f"{token[:8]}  2 ranks on cpu of alpha, beta; no kernel uses them" in capsys.readouterr().out
     assert main(["ranks", "--end", token[:8]]) == 0
@@ -266,15 +242,9 @@ def test_a_host_without_this_package_is_said_or_sent_it(hosts, monkeypatch: pyte
     with pytest.raises(StartError, match=lacks):
         on(hosts(python=bare)).start()
     with Cluster(hosts=hosts(python=bare, sync=True)) as cluster:  # its own rank module, which was sent as well
-        files = cluster.client[:].apply_sync(_package_file)
+        files = cluster.client[:].apply_sync(eval, "__import__('fsdp_lab').__file__")
     assert all(file.startswith(str(tmp_path / "code")) for file in files)
     assert all(folder.stat().st_mode & 0o077 == 0 for folder in (tmp_path / "code").iterdir())
-
-
-def _package_file() -> str:
-    import fsdp_lab
-
-    return str(fsdp_lab.__file__)
 
 
 # -- ranks that end ----------------------------------------------------------------------------------------------------

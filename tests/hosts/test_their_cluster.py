@@ -21,7 +21,7 @@ class TheirCluster:
     """A controller on one host and an engine on each of `engines`, started by hand."""
 
     def __init__(self, folder: Path, controller: Machine, engines: list[Machine], **environment: str) -> None:
-        self.folder, self._started = folder, []
+        self._started = []
         ip_ = f"--ip={controller.address}"
         self._started.append(controller.start(
             program("ipcontroller"), f"--profile-dir={folder}", ip_, "--HeartMonitor.period=200", log=folder / "c.log",
@@ -32,10 +32,6 @@ class TheirCluster:
         for i, machine in enumerate(engines):  # each has one core
             engine = ("taskset", "-c", str(i % (os.cpu_count() or 1)), program("ipengine"), f"--profile-dir={folder}")
             self._started.append(machine.start(*engine, log=folder / f"e{i}.log", **environment))
-
-    @property
-    def client_file(self) -> str:
-        return str(self.folder / "security" / "ipcontroller-client.json")
 
     def close(self) -> None:
         for process in self._started:
@@ -52,7 +48,7 @@ def theirs(tmp_path: Path) -> Iterator[object]:
         folder = tmp_path / str(len(started))
         folder.mkdir()
         started.append(TheirCluster(folder, controller, engines, **environment))
-        return started[-1].client_file
+        return str(folder / "security" / "ipcontroller-client.json")
 
     yield start
     for cluster in started:
@@ -88,7 +84,7 @@ def test_losses_are_equal_bit_for_bit_to_those_of_one_host(two: Site, theirs) ->
 @pytest.mark.nightly
 def test_hosts_train_over_the_interface_that_the_user_names_by_ipv6_alone(theirs) -> None:
     with site(["alpha", "beta"], 3) as made:
-        made.connect_also("fd00:231::", 64)
+        made.connect(f"{made.bridges[0]}e", "extra", ["fd00:231::1/64", "fd00:231::2/64"])
         given = theirs(made.machines[0], made.machines, GLOO_SOCKET_IFNAME="extra")
         waited(given, 2)
         with Lab(2, cluster=given, progress=False, history=False) as lab:

@@ -173,11 +173,8 @@ def test_what_cannot_be_reported_to_is_said_before_anything_starts(
         Reporter("jsonl", taken / "runs.sqlite3").checked()
     monkeypatch.setattr("fsdp_lab.runs.trackers.find_spec", lambda name: ModuleSpec(name, None))  # as of a mere folder
     (spec := tmp_path / "spec.json").write_text(Spec().to_json())
-    for name, said in (
-        ("wanbd", "--report-to: 'wanbd' is refused"),
-        ("trackio", "-m pip install 'fsdp-lab[trackers]'"),
-    ):
-        assert main(["run", str(spec), "--report-to", name]) == 2 and said in capsys.readouterr().err
+    assert main(["run", str(spec), "--report-to", "trackio"]) == 2
+    assert "-m pip install 'fsdp-lab[trackers]'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
