@@ -15,20 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.base.files import check_file
 from fsdp_lab.base.formatting import duration
-from fsdp_lab.cli import fields
-from fsdp_lab.cli.console import (
-    Refused,
-    Results,
-    add_hosts,
-    at_least,
-    hosts_of,
-    live,
-    open_lab,
-    say,
-    terminal,
-    watch,
-    wrapped,
-)
+from fsdp_lab.cli import console as shared, fields
+from fsdp_lab.cli.console import Refused, Results, at_least, live, open_lab, say, terminal, watch
 from fsdp_lab.spec.spec import Spec
 
 if TYPE_CHECKING:
@@ -51,14 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE", help="write the results to FILE")
     add("--report", type=Path, metavar="FILE", help="write a report to FILE (HTML, works offline)")
     fields.add_options(parser)
-    add_hosts(parser)
+    shared.add_hosts(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     at_least(args, "steps", 1)
     at_least(args, "rounds", 1)
     results = Results.to(args.json)
-    if (hosts := hosts_of(args)) is not None:
+    if (hosts := shared.hosts_of(args)) is not None:
         args.ranks = str(hosts.ranks)
     if args.report is not None:
         from fsdp_lab.report import SUFFIXES
@@ -169,7 +157,7 @@ def view(sweep: Sweep, console: Console) -> Group:
     begun = [run for spec in sweep.specs if (run := sweep.run_of(spec)) is not None]
     figures = FIGURES if console.width >= WIDE else NARROW
     table = repr(Comparison.of(begun).table(figures, spread=False)) if begun else ""
-    return Group(Text(wrapped(table, console), no_wrap=True, overflow="crop"), Text(line, style="dim"))
+    return Group(Text(shared.wrapped(table, console), no_wrap=True, overflow="crop"), Text(line, style="dim"))
 
 
 # -- fsdp-lab prove: two scripts that know nothing of it -----------------------------------------------------------------

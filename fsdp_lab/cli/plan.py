@@ -61,11 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--memory", type=float, metavar="GIB", help="memory limit per GPU")
     add = parser.add_argument_group("a whole training: its time, GPU hours and cost").add_argument
     add("--tokens", metavar="N", help="tokens to train, such as 15B (default, with --price: 1B)")
-    add(
-        "--price",
-        metavar="P,P",
-        help="of an hour of one GPU, in any currency; one for all of --hardware, or one for each",
-    )
+    add("--price", metavar="P,P", help="of an hour of one GPU, in any currency; one for all of --hardware, or for each")
     add("--days", type=float, metavar="DAYS", help="with --find cheapest: the longest time that it may take")
     add = parser.add_argument_group("what").add_argument
     add("--global-batch", type=int, metavar="N", help="samples per step; sets the number of micro-batches")
@@ -100,10 +96,7 @@ def run(args: argparse.Namespace) -> int:
         if len(specs) + len(refused) > 1:
             raise Refused(f"--find {args.find} takes one value of each option; give no lists")
         return find(args, specs[0], target)
-    limit_bytes = memory_limit(args)
-    plans = [planned(spec, target) for spec in specs]
-    if limit_bytes is not None:
-        plans = [plan.within(limit_bytes) for plan in plans]
+    plans = [planned(spec, target).within(memory_limit(args)) for spec in specs]
     scaling, bottleneck = curve(specs[0], target) if len(specs) + len(refused) == 1 else ([], "")
     if args.json:
         points = [{name: whole[name] for name in POINT} for whole in (p.to_dict() for p in scaling)]
@@ -135,17 +128,14 @@ def spec_of(args: argparse.Namespace, target: Target, combination: dict[str, Any
     return spec.replace(accumulate=samples // once)
 
 
-def answer(
-    args: argparse.Namespace, targets: Mapping[str, Target], limit_bytes: int | None, values: Mapping[str, Any]
-) -> dict[str, Any]:
+def answer(args: argparse.Namespace, targets: Mapping[str, Target], values: Mapping[str, Any]) -> dict[str, Any]:
     """A plan as a dict, for flat fields of a Spec and `hardware`. Raises FieldError."""
     from fsdp_lab.planner.questions import planned
 
     target = targets[values["hardware"]]
     asked = fields.with_values({name: value for name, value in values.items() if name != "hardware"})
     spec = spec_of(args, target, asked)
-    plan = planned(spec, target)
-    plan = plan if limit_bytes is None else plan.within(limit_bytes)
+    plan = planned(spec, target).within(memory_limit(args))
     if spec.strategy.shard_size == asked["strategy"]["shard_size"]:
         return plan.to_dict()
     assumed = {**plan.assumed, "shard size": f"{spec.strategy.shard_size}, the GPUs of a host"}
@@ -173,7 +163,7 @@ def find(args: argparse.Namespace, spec: Spec, target: Target) -> int:
         divides = "; give a larger --global-batch" if batch is not None else ""
         text = f"{model} does not fit on {MOST_RANKS:,} x {device} or fewer{divides}."
         if (machine := fewest_ranks(spec, target, global_batch=batch, limit_bytes=limit_bytes)) is not None:
-            samples = batch or spec.workload.micro_batch * spec.workload.accumulate * machine.ranks
+            samples = batch or spec.rank_samples * machine.ranks
             result = {"ranks": machine.ranks, "hosts": machine.hosts, "global_batch": samples}
             where = f"{machine.ranks:,} x {device} in {plural(machine.hosts, 'host')}"
             text = f"{model} fits on {where}, with a global batch of {samples:,}."
@@ -233,7 +223,6 @@ def show_plans(plans: Sequence[Plan], scaling: Sequence[Plan], bottleneck: str) 
 
 def write_page(args: argparse.Namespace) -> int:
     """Writes the page. Raises Refused and FieldError before anything is predicted."""
-    limit_bytes = memory_limit(args)
     from rich.progress import Progress
 
     from fsdp_lab.report import SUFFIXES
@@ -242,15 +231,12 @@ def write_page(args: argparse.Namespace) -> int:
     check_file(args.page, SUFFIXES, field="--page")
     product = product_of(args)
     check_size(product)
-    predict = partial(answer, args, targets_of(args), limit_bytes)
+    predict = partial(answer, args, targets_of(args))
     say(f"{product.combinations:,} combinations are predicted, some milliseconds each")
     console = terminal()
-    with Progress(
-        *Progress.get_default_columns(), console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("predicting", total=product.combinations)
-        show = lambda done: bar.update(task, completed=done)  # noqa: E731
-        file = write_what_if(args.page, product, predict, progress=show)
+        file = write_what_if(args.page, product, predict, progress=lambda done: bar.update(task, completed=done))
     say(f"written: {file}, {product.combinations:,} combinations, {size(file.stat().st_size)}")
     return 0
 
@@ -263,9 +249,8 @@ def targets_of(args: argparse.Namespace) -> dict[str, Target]:
     devices = [device(word) for word in args.hardware.split(",")]
     prices = [None] if args.price is None else [FieldRow(type="float").read(word) for word in args.price.split(",")]
     if len(prices) not in (1, len(devices)):
-        raise Refused(
-            f"--price {args.price} is not one for {plural(len(devices), 'GPU')}; give one for each, or for all"
-        )
+        gpus = plural(len(devices), "GPU")
+        raise Refused(f"--price {args.price} is not one for {gpus}; give one for each, or for all")
     prices *= len(devices) if len(prices) == 1 else 1
     tokens = args.tokens or ("1B" if args.find == "cheapest" else None)
     where = partial(Target, hosts=args.hosts, network_gbit_per_s=args.network)
@@ -275,7 +260,8 @@ def targets_of(args: argparse.Namespace) -> dict[str, Target]:
 
 def check_options(args: argparse.Namespace) -> None:
     """Completes `--ranks`, but for the search that tries several. Raises Refused without hardware, and for an option that no
-    plan takes."""
+    plan takes or a value of --memory that it refuses."""
+    memory_limit(args)
     if args.hardware is None:
         raise Refused("no hardware is named; give --hardware a100-80, h100, h200, ..., or list")
     if args.link is not None:

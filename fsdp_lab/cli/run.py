@@ -289,21 +289,14 @@ def checkpoint_lines(folder: Path) -> Iterator[str]:
 
 def add_script(parser: argparse.ArgumentParser) -> None:
     parser.usage = "fsdp-lab watch [OPTION ...] -- COMMAND [ARGUMENT ...]"
-    parser.add_argument("--title", default="", help="of the run (default: made from the wrapper and the model)")
-    parser.add_argument(
-        "--listen", action="store_true", help="leave the script its own process group: no communication"
-    )
-    parser.add_argument(
-        "--no-ledger", action="store_true", help="no memory by class: for a script that uses torch's profiler"
-    )
-    parser.add_argument(
-        "--history", default="", metavar="FILE", help="where it is stored (default: as fsdp-lab history)"
-    )
-    parser.add_argument(
-        "--no-audit", action="store_true", help="do not look whether the updates are what they should be"
-    )
-    parser.add_argument("--report-to", default="", metavar="TRACKER", help="as of fsdp-lab run")
-    parser.add_argument("command", nargs="*", metavar="COMMAND", help="such as torchrun --nproc-per-node 2 train.py")
+    add = parser.add_argument
+    add("--title", default="", help="of the run (default: made from the wrapper and the model)")
+    add("--listen", action="store_true", help="leave the script its own process group: no communication")
+    add("--no-ledger", action="store_true", help="no memory by class: for a script that uses torch's profiler")
+    add("--history", default="", metavar="FILE", help="where it is stored (default: as fsdp-lab history)")
+    add("--no-audit", action="store_true", help="do not look whether the updates are what they should be")
+    add("--report-to", default="", metavar="TRACKER", help="as of fsdp-lab run")
+    add("command", nargs="*", metavar="COMMAND", help="such as torchrun --nproc-per-node 2 train.py")
 
 
 def watch_script(args: argparse.Namespace) -> int:
@@ -359,13 +352,11 @@ def told(said: Sequence[Mapping[str, Any]], history: str | None) -> list[str]:
             lines.append(stored.blame().sentence)
             lines += repr(stored.audit()).splitlines() if stored.audit() else []
         if any(one["state"] == "watching" for one in ranks):
-            lines.append(
-                "a rank ended without Python's own end, as by a signal or os._exit; its last steps may be missing"
-            )
+            lost = "as by a signal or os._exit; its last steps may be missing"
+            lines.append(f"a rank ended without Python's own end, {lost}")
     if not any(one["run"] for one in said):
         made = sum(one["optimizers"] for one in said)
-        if made:
-            lines.append(f"nothing was watched: {plural(made, 'optimizer')} of torch's made, and none stepped a model")
-        else:
-            lines.append("nothing was watched: no Python process of the command made an optimizer of torch's")
+        some = f"{plural(made, 'optimizer')} of torch's made, and none stepped a model"
+        none = "no Python process of the command made an optimizer of torch's"
+        lines.append(f"nothing was watched: {some if made else none}")
     return lines

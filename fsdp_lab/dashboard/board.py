@@ -207,10 +207,8 @@ class Board:
             self._sweep = sweep
             self._dismissed.clear()
             self._baseline = None if sweep is None else "1"
-        entries = [
-            Entry(label=LETTERS[place], source=run, version=(id(run),), place=place)
-            for place, run in sorted(self._pins.items())
-        ]
+        pins = sorted(self._pins.items())
+        entries = [Entry(label=LETTERS[i], source=run, version=(id(run),), place=i) for i, run in pins]
         runs = [] if sweep is None else list(sweep.runs)
         places = iter([i for i in range(MOST_PINS) if i not in self._pins])
         for number, run in enumerate(runs, 1):

@@ -16,21 +16,8 @@ import ipywidgets as widgets
 
 from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.events import StepEvent
-from fsdp_lab.dashboard.fields import (
-    CONTROLS,
-    FIRST_MODEL_ON_CPUS,
-    MAIN,
-    RANK_FIELDS,
-    TITLES,
-    Choices,
-    ChoiceState,
-    Control,
-    Group,
-    Note,
-    RefusalLine,
-    controls_of,
-    value_text,
-)
+from fsdp_lab.dashboard import fields
+from fsdp_lab.dashboard.fields import Choices, ChoiceState, Control, Group, Note, RefusalLine
 from fsdp_lab.dashboard.forms import HIDDEN, InputForm, prose, put, styled
 from fsdp_lab.dashboard.lab_like import LabLike, active_loop, active_run, active_sweep, held_step, shown_run
 from fsdp_lab.models.check import check
@@ -76,7 +63,7 @@ class Controls(InputForm):
         self._checked: Workload | None = None
         first, untouched = lab.spec, lab.current is None and not lab.attached
         if untouched and first.workload == Workload() and set(lab.devices) == {"cpu"}:
-            first = first.replace(model=FIRST_MODEL_ON_CPUS)
+            first = first.replace(model=fields.FIRST_MODEL_ON_CPUS)
         self.choices = Choices(first, check=self._check)
         self._sent: list[_Sent] = []
         self._ranks = len(lab.devices)
@@ -92,15 +79,15 @@ class Controls(InputForm):
         self._bar = styled(widgets.Box([*self.inputs, self._state]), "fsdp-bar")
         self.message = styled(widgets.HTML(), "fsdp-notice-text")
         self._notice = styled(widgets.Box([self.message]), "fsdp-notice")
-        rows = [CONTROLS[row.name] for title in TITLES for row in controls_of(title)]
+        rows = [fields.CONTROLS[row.name] for title in fields.TITLES for row in fields.controls_of(title)]
         self._controls = {row.name: Control(row, first, lambda name, v: self.accept({name: v})) for row in rows}
-        self._groups = [Group(title, self._controls) for title in TITLES]
+        self._groups = [Group(title, self._controls) for title in fields.TITLES]
         self._refusals = RefusalLine(self.accept)
         self._fields = [widget for control in self._controls.values() for widget in control.inputs]
         self._fields.append(self._refusals.button)
         self.inputs += [*self._fields, *(group.fold for group in self._groups if group.fold is not None)]
         self.settings = styled(widgets.Box([group.box for group in self._groups]), "fsdp-groups")
-        main = styled(widgets.Box([self._controls[name].box for name in MAIN]), "fsdp-main")
+        main = styled(widgets.Box([self._controls[name].box for name in fields.MAIN]), "fsdp-main")
         headline = styled(widgets.HTML(), "fsdp-headline-place")  # the live view writes into it
         self._difference = styled(widgets.HTML(), "fsdp-difference")
         lines = [self._refusals.widget, self._notice, *below, headline, self._difference]
@@ -133,7 +120,7 @@ class Controls(InputForm):
         """The step at which the ranks continue, if they train what is chosen; None: they begin at step 0."""
         if (step := held_step(self._lab)) is None:  # while ranks move there are none, and no Spec of theirs
             return None
-        return None if {*LINEAGE, *RANK_FIELDS} & {*self._lab.spec.difference(self.choices.wanted)} else step
+        return None if {*LINEAGE, *fields.RANK_FIELDS} & {*self._lab.spec.difference(self.choices.wanted)} else step
 
     def stop(self) -> None:
         """Requests that the run, or the whole comparison, ends at once, whatever the ranks are doing."""
@@ -311,7 +298,7 @@ class Controls(InputForm):
         put(self._pause, "button_style", "" if held is None else "primary")
         put(self._stop, "disabled", not sweeping and (not active or stopping))
         put(self._ledger, "disabled", sweeping or watching or not active or stopping or broken)
-        former = ", ".join(value_text(CONTROLS[n], v) for n, v in self.choices.former.items())
+        former = ", ".join(fields.value_text(fields.CONTROLS[n], v) for n, v in self.choices.former.items())
         put(self._undo, "disabled", sweeping or watching or not former)
         put(self._undo, "tooltip", f"Back to {former}" if former else "No change to take back")
         word = "comparing" if sweeping else state.value if state is not None else "ready"

@@ -24,14 +24,8 @@ from fsdp_lab.runs.diagnosis import Diagnosis
 from fsdp_lab.runs.history import StoredRun
 from fsdp_lab.runs.sweep import ROUNDS, combine
 from fsdp_lab.runs.view import RunQueries, RunView
-from fsdp_lab.spec.describe import (
-    describe_field,
-    describe_fields,
-    describe_strategy,
-    describe_value,
-    field_title,
-    flat_fields,
-)
+from fsdp_lab.spec import describe
+from fsdp_lab.spec.describe import describe_strategy, field_title
 from fsdp_lab.spec.spec import FIELDS, Spec
 
 COMBINED: Mapping[str, Sequence[Any]] = {
@@ -144,11 +138,8 @@ class SweepForm(InputForm):
     def lists(self, base: Spec) -> dict[str, list[Any]]:
         """Field -> values that are chosen; where none is, the base's own."""
         now = base.flat()
-        chosen = {
-            name: [v for v, chip in zip(COMBINED[name], chips, strict=True) if chip.value]
-            for name, chips in self._chips.items()
-        }
-        return {name: values or [now[name]] for name, values in chosen.items()}
+        pairs = {name: zip(COMBINED[name], chips, strict=True) for name, chips in self._chips.items()}
+        return {name: [v for v, chip in each if chip.value] or [now[name]] for name, each in pairs.items()}
 
     def tick(self) -> None:
         """Follows the comparison, the Spec that is combined, and the chips."""
@@ -184,7 +175,7 @@ class SweepForm(InputForm):
         total = f"<b>{len(combined)} combination{'s' * (len(combined) != 1)}</b>: {valid} can run{cannot}."
         # Each reason once, with the combinations that it applies to.
         fields = [name for name, values in lists.items() if len(values) > 1] or ["backend", "sharding"]
-        reasons = labels_by((describe_fields(flat_fields(r.spec), fields), r.reason) for r in refused)
+        reasons = labels_by((describe.describe_fields(describe.flat_fields(r.spec), fields), r.reason) for r in refused)
         why = "".join(f"<br><b>{escape(names)}</b>: {escape(reason)}" for reason, names in reasons.items())
         put(self.message, "value", f"{total}{goes_on}{why}")
 
@@ -212,9 +203,8 @@ class RunsForm(InputForm):
         self._lab, self._wanted, self._board = lab, wanted, board
         self._run: Run | WatchedRun | None = None
         self._stored: Mapping[str, RunView] = {}
-        self._name = self._text(
-            "name", "baseline", "Names this run in lists, comparisons and reports", RunQueries.rename
-        )
+        about = "Names this run in lists, comparisons and reports"
+        self._name = self._text("name", "baseline", about, RunQueries.rename)
         self._note = self._text(
             "note", "what is tried here", "A note that is stored with this run", RunQueries.annotate
         )
@@ -287,7 +277,7 @@ def _stored_line(run: StoredRun) -> str:
     except SpecError:
         what = "a Spec of another version"
     named = [run.name] if run.name else []
-    model = describe_value("model", run.flat_fields.get("model", "own loop"))
+    model = describe.describe_value("model", run.flat_fields.get("model", "own loop"))
     return " · ".join([*named, model, what, run.when, f"{run.step:,} steps", run.id])
 
 
@@ -329,6 +319,10 @@ class DiagnosisBox(InputForm):
         if diagnoses:
             d = diagnoses[0]
             put(self.message, "value", f'<span role="status"><b>{prose(d.sentence)}</b> {prose(d.cure)}</span>')
-            put(self._cure, "description", ", ".join(describe_field(n, v) for n, v in d.changes.items()) or "Apply")
+            put(
+                self._cure,
+                "description",
+                ", ".join(describe.describe_field(n, v) for n, v in d.changes.items()) or "Apply",
+            )
             put(self._cure.layout, "display", "" if d.changes else HIDDEN)
         put(self.widget.layout, "display", "" if diagnoses else HIDDEN)

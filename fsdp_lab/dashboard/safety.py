@@ -128,9 +128,8 @@ class SavingForm(InputForm):
         super().__init__()
         self._lab = lab
         self._start = resume
-        self._folder = self.add(
-            widgets.Text(value=FOLDER, description="folder", tooltip="Where checkpoints go", continuous_update=False)
-        )
+        texts = {"value": FOLDER, "description": "folder", "tooltip": "Where checkpoints go"}
+        self._folder = self.add(widgets.Text(**texts, continuous_update=False))
         self._when = self.dropdown("save", (OFF, ASKED, EVERY), OFF, "Takes effect at the next start")
         self._every = self.number("n steps", EVERY_STEPS, 1, 1_000_000, "Steps from one checkpoint to the next")
         self._last = self.number("keep last", LAST, 1, 1000, "How many of a run are kept; older ones are removed")
@@ -194,9 +193,7 @@ def saves_list(saves: Sequence[SavedCheckpoint]) -> str:
         return status(NOTHING)
     lines = []
     for saved in saves[: -SHOWN - 1 : -1]:
-        cost = (
-            f": {size(saved.nbytes)}, training paused for {duration(saved.stall_s)}" if saved.path is not None else ""
-        )
+        cost = f": {size(saved.nbytes)}, training paused for {duration(saved.stall_s)}" * (saved.path is not None)
         lines.append(escape(f"{saved.words[0].upper()}{saved.words[1:]}{cost}."))
     return _lines(lines, len(saves))
 

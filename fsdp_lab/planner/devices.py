@@ -134,11 +134,10 @@ def device(name: str) -> Device:
 
 def _own(text: str) -> Gpu:
     try:
-        bf16, gib, tb_per_s, *nvlink = figures = [float(word) for word in text.split("/")]
-        if len(nvlink) < 2 and all(0 < figure < 1e6 for figure in figures):
-            return Gpu(
-                "", bf16, None, 0, "", nvlink=next(iter(nvlink), None), generation="ampere", memory=(gib, tb_per_s)
-            )
+        bf16, gib, tb_per_s, *link = figures = [float(word) for word in text.split("/")]
+        if len(link) < 2 and all(0 < figure < 1e6 for figure in figures):
+            nvlink, memory = next(iter(link), None), (gib, tb_per_s)
+            return Gpu("", bf16, None, 0, "", nvlink=nvlink, generation="ampere", memory=memory)
     except ValueError:
         pass
     raise ArgumentError("hardware", f"{text!r} is refused", "give TFLOPS/GIB/TBS as 165/24/1.008, or a name")
@@ -148,20 +147,14 @@ def device_table() -> Table:
     """All devices, with the figures that a plan uses most."""
     rows = []
     for d in DEVICES.values():
-        rates = [f"{d.peak_flops_per_s.get(dtype, 0) / 1e12:.4g}" for dtype in ("bf16", "fp16", "fp32")]
-        memory = (
+        peaks = [d.peak_flops_per_s.get(dtype, 0) for dtype in ("bf16", "fp16", "fp32")]
+        cells = [f"{peak / 1e12:.4g}" if peak else "–" for peak in peaks]
+        cells += [
             f"{d.memory_bytes / GIB:.4g}",
             f"{d.memory_bytes_per_s / 1e12:.3g}",
             f"{d.link_bytes_per_s / 1e9:.3g}",
-        )
-        rows.append(
-            (
-                d.name,
-                *(rate if rate != "0" else "–" for rate in rates),
-                *memory,
-                (VARIANTS.get(d.name) or GPUS[d.name]).source,
-            )
-        )
+        ]
+        rows.append((d.name, *cells, (VARIANTS.get(d.name) or GPUS[d.name]).source))
     rates_of = ("bf16 TFLOPS", "fp16 TFLOPS", "fp32 TFLOPS", "GiB", "TB/s", "link GB/s")
     return Table(columns=("name", *rates_of, "source"), rows=tuple(rows), left=frozenset(("name", "source")))
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fsdp_lab.base.events import RoleBytes
 from fsdp_lab.engine.schedule import Direction, PointSide
 from fsdp_lab.planner.costs import arithmetic
+from fsdp_lab.planner.devices import Device
 from fsdp_lab.planner.memory_models import base
 from fsdp_lab.planner.memory_models.base import MemoryModel, MemoryTracker, role_bytes
 from fsdp_lab.planner.memory_models.flat import FlatMemory
@@ -39,6 +40,10 @@ class MemoryPlan:
     @property
     def peak_bytes(self) -> int:
         return self.at_peak.total_bytes
+
+    def margin_bytes(self, device: Device) -> int:
+        """The device's memory minus the allocator's and, on a GPU, minus the context's; negative if it does not suffice."""
+        return device.memory_bytes - self.reserved_bytes - (CONTEXT_BYTES if device.type == "cuda" else 0)
 
 
 def memory(spec: Spec, shape: ModelShape, *, device: str, model: type[MemoryModel] | None = None) -> MemoryPlan:

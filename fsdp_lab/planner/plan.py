@@ -88,15 +88,13 @@ class Plan:
     @cached_property
     def model_flops(self) -> float:
         """FLOPs of a rank per step: forward and backward without recompute."""
-        samples = self.spec.workload.micro_batch * self.spec.workload.accumulate
-        return samples * self.shape.step_flops(self.spec.workload.seq_len)
+        return self.spec.rank_samples * self.shape.step_flops(self.spec.workload.seq_len)
 
     @cached_property
     def recompute_flops(self) -> float:
         """FLOPs of a rank per step that recompute adds."""
-        samples = self.spec.workload.micro_batch * self.spec.workload.accumulate
         units, tokens = recomputed(self.spec, len(self.shape.units)), self.shape.tokens(self.spec.workload.seq_len)
-        return samples * sum(self.shape.units[i].forward_flops(tokens) for i in units)
+        return self.spec.rank_samples * sum(self.shape.units[i].forward_flops(tokens) for i in units)
 
     @property
     def flops_per_s(self) -> float:
@@ -115,7 +113,7 @@ class Plan:
     @property
     def margin_bytes(self) -> int:
         """Free memory of a device; negative if the plan does not fit."""
-        return margin_bytes(self.memory, self.machine)
+        return self.memory.margin_bytes(self.machine.device)
 
     @property
     def fits(self) -> bool:
@@ -173,9 +171,8 @@ class Plan:
         available = self.margin_bytes + self.memory.reserved_bytes
         if available <= 0:
             return 0.0
-        return MEMORY_ERRORS[self.machine.device.type].probability_below(
-            math.log(available / self.memory.reserved_bytes)
-        )
+        errors = MEMORY_ERRORS[self.machine.device.type]
+        return errors.probability_below(math.log(available / self.memory.reserved_bytes))
 
     @property
     def binding(self) -> str:
@@ -191,8 +188,8 @@ class Plan:
         text = "".join(f"<p>{escape(line)}</p>" for line in sentences(self))
         return f"{text}{time_table(self)._repr_html_()}{memory_table(self)._repr_html_()}"
 
-    def within(self, limit_bytes: int) -> Self:
-        """The same plan with a memory limit per device."""
+    def within(self, limit_bytes: int | None) -> Self:
+        """The same plan with a memory limit per device; None: its own."""
         return replace(self, machine=self.machine.limited(limit_bytes))
 
     def to_dict(self) -> dict[str, Any]:
@@ -264,12 +261,6 @@ def plan(
         rates=rates,
         computing=computing,
     )
-
-
-def margin_bytes(memory: MemoryPlan, machine: Machine) -> int:
-    """Device memory minus the allocator's and, on a GPU, minus the context's."""
-    context = CONTEXT_BYTES if machine.device.type == "cuda" else 0
-    return machine.device.memory_bytes - memory.reserved_bytes - context
 
 
 def scaling(spec: Spec, shape: ModelShape, machine: Machine, ranks: Sequence[int]) -> list[Plan]:

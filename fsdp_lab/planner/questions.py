@@ -43,9 +43,8 @@ class Target:
 
     def machine(self, ranks: int) -> Machine:
         """Raises ArgumentError: an unknown device, ranks that the hosts do not divide, a rate out of range."""
-        return machine(
-            self.hardware, ranks, hosts=self.hosts, per_host=self.per_host, network_gbit_per_s=self.network_gbit_per_s
-        )
+        rate = self.network_gbit_per_s
+        return machine(self.hardware, ranks, hosts=self.hosts, per_host=self.per_host, network_gbit_per_s=rate)
 
     def whole_host(self, ranks: int) -> Machine:
         """As `machine`, but with at least one full host."""

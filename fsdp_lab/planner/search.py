@@ -13,17 +13,7 @@ from fsdp_lab.base.formatting import GIB, Table, duration, size
 from fsdp_lab.planner.devices import Machine
 from fsdp_lab.planner.memory import memory
 from fsdp_lab.planner.model_shape import ModelShape
-from fsdp_lab.planner.plan import (
-    LEFT_ALIGNED,
-    Plan,
-    band_text,
-    bill_texts,
-    billed,
-    fit_sentence,
-    likely_text,
-    margin_bytes,
-    plan,
-)
+from fsdp_lab.planner.plan import LEFT_ALIGNED, Plan, band_text, bill_texts, billed, fit_sentence, likely_text, plan
 from fsdp_lab.spec.describe import describe_field
 from fsdp_lab.spec.spec import SHARDINGS, Spec, Strategy
 
@@ -121,8 +111,8 @@ def search(spec: Spec, shape: ModelShape, machine: Machine, *, limit_bytes: int 
 
 def candidates(spec: Spec, per_host: int, offloads: Sequence[str] = ("none",)) -> Iterator[Spec]:
     """All valid Strategies of the backend at the same global batch."""
-    rank_samples = spec.workload.micro_batch * spec.workload.accumulate
-    micro_batches = [m for m in _powers(rank_samples) if rank_samples % m == 0]
+    samples = spec.rank_samples
+    micro_batches = [m for m in _powers(samples) if samples % m == 0]
     hybrids = [sharding for sharding in SHARDINGS if Strategy(sharding=sharding).is_hybrid]
     factors = [per_host * n for n in (1, 2, 4) if 1 < per_host * n < spec.world_size]
     shardings: list[tuple[str, int | None]] = [(sharding, None) for sharding in SHARDINGS if sharding not in hybrids]
@@ -133,7 +123,7 @@ def candidates(spec: Spec, per_host: int, offloads: Sequence[str] = ("none",)) -
     for (sharding, factor), recompute, micro_batch, prefetch, offload in itertools.product(
         shardings, RECOMPUTES, micro_batches, prefetches, offloads
     ):
-        values = (sharding, factor, recompute, offload, micro_batch, rank_samples // micro_batch, prefetch)
+        values = (sharding, factor, recompute, offload, micro_batch, samples // micro_batch, prefetch)
         changes = dict(zip(SEARCHED, values, strict=True))
         if spec.validate(**changes) is None:
             yield spec.replace(**changes)
@@ -152,8 +142,7 @@ def fewest(spec: Spec, shape: ModelShape, machine: Machine, global_batch: int | 
 def on_ranks(spec: Spec, ranks: int, global_batch: int | None) -> Spec | None:
     """The Spec on so many ranks, fully sharded, one sample at a time. `global_batch`: samples a step; None: each rank keeps
     its own. Returns None if the batch cannot be divided among them."""
-    kept = spec.workload.micro_batch * spec.workload.accumulate
-    samples, rest = (kept, 0) if global_batch is None else divmod(global_batch, ranks)
+    samples, rest = (spec.rank_samples, 0) if global_batch is None else divmod(global_batch, ranks)
     if rest or not samples:
         return None
     sharding = "full_shard" if spec.strategy.traits.has_units else "no_shard"
@@ -171,7 +160,7 @@ def fits_somehow(spec: Spec, shape: ModelShape, machine: Machine) -> bool:
 
 
 def _margin(spec: Spec, shape: ModelShape, machine: Machine) -> int:
-    return margin_bytes(memory(spec, shape, device=machine.device.type), machine)
+    return memory(spec, shape, device=machine.device.type).margin_bytes(machine.device)
 
 
 def _powers(most: int) -> list[int]:

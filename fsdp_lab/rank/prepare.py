@@ -151,7 +151,7 @@ class Preparation:
         batches = Batches(spec.workload, config, **given)
         w, flops = spec.workload, self._sample(spec)
         _check_unused(flops.unused, spec, "freeze it")
-        samples = w.micro_batch * w.accumulate
+        samples = spec.rank_samples
         cost = StepCost(
             flops=samples * flops.model,
             recompute_flops=samples * flops.recompute,
@@ -186,7 +186,7 @@ class Preparation:
         cost = StepCost(
             flops=w.accumulate * own_cost.flops.model,
             recompute_flops=w.accumulate * own_cost.flops.recompute,
-            tokens=w.accumulate * w.micro_batch,  # samples: what a token is, only the user knows
+            tokens=spec.rank_samples,  # samples: what a token is, only the user knows
             peak=peak,
         )
         return PreparedTraining(spec=spec, skeleton=skeleton, batches=batches, cost=cost)

@@ -20,6 +20,7 @@ import traitlets
 
 from fsdp_lab.base.errors import ArgumentError, check_whole, is_number
 from fsdp_lab.base.formatting import plural, size
+from fsdp_lab.bench.plan import option
 from fsdp_lab.dashboard.fields import CONTROLS, Choices, Note, controls_of, fix_text, offered, presets
 from fsdp_lab.dashboard.forms import answer_while_busy
 from fsdp_lab.planner.devices import DEVICES
@@ -34,6 +35,7 @@ from fsdp_lab.spec.spec import Spec
 log = logging.getLogger(__name__)
 
 _HOSTED = FieldRow(choices=(None, 1, 2, 4, 16, 32, 72), typed="6", none="8")
+_RATE = FieldRow(none="as usual", most=10**6)
 
 
 def default_spec() -> Spec:
@@ -47,12 +49,7 @@ class Question:
     spec: Spec = field(default_factory=default_spec)
     hardware: str = knob("h100", FieldRow(choices=tuple(DEVICES)), help="The GPU")
     per_host: int | None = knob(None, _HOSTED, label="GPUs a host", help="With NVLink or PCI Express between them")
-    network: float | None = knob(
-        None,
-        FieldRow(none="as usual", most=10**6),
-        label="network, Gb/s",
-        help="Of all network cards of a host, one way",
-    )
+    network: float | None = knob(None, _RATE, label="network, Gb/s", help="Of all network cards of a host, one way")
 
     def __post_init__(self) -> None:
         if self.network is not None and not is_number(self.network):
@@ -339,9 +336,7 @@ class WhatIf(anywidget.AnyWidget):
         options = {"hardware": machine.device.name, "ranks": machine.ranks, "hosts": hosts, "network": question.network}
         options |= {n: written(n, value) for n, value in question.changed.items() if n not in ("world_size", "devices")}
         given = {name: value for name, value in {**options, **self._bill}.items() if value not in (None, "")}
-        return " ".join(
-            ["fsdp-lab plan", *(f"--{n.replace('_', '-')} {shlex.quote(str(v))}" for n, v in given.items())]
-        )
+        return " ".join(["fsdp-lab plan", *(f"{option(n)} {shlex.quote(str(v))}" for n, v in given.items())])
 
     def _status(self) -> str:
         if self._said:

@@ -145,11 +145,8 @@ def documented(*parts: type) -> Callable[[type[Kind]], type[Kind]]:
     """A decorator that adds the fields of a dataclass, and of `parts` before them, to its docstring, a sentence each."""
 
     def add(kind: type[Kind]) -> type[Kind]:
-        lines = [
-            f"    {name}: {row.line(getattr(part, name))}."
-            for part in (*parts, kind)
-            for name, row in rows_of(part).items()
-        ]
+        rows = [(part, row) for part in (*parts, kind) for row in rows_of(part).values()]
+        lines = [f"    {row.name}: {row.line(getattr(part, row.name))}." for part, row in rows]
         wrapped = [textwrap.fill(line, 110, subsequent_indent=" " * 8) for line in lines]
         kind.__doc__ = "\n".join([str(kind.__doc__), "", "    Fields:", *wrapped])
         return kind

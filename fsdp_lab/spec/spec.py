@@ -490,9 +490,14 @@ class Spec:
         return {**d.pop("workload"), **d.pop("strategy"), **d}
 
     @property
+    def rank_samples(self) -> int:
+        """Samples a step of one rank, over all micro-batches."""
+        return self.workload.micro_batch * self.workload.accumulate
+
+    @property
     def global_batch(self) -> int:
         """Samples a step, over all ranks and micro-batches."""
-        return self.workload.micro_batch * self.workload.accumulate * self.world_size
+        return self.rank_samples * self.world_size
 
     @property
     def shard_factor(self) -> int:

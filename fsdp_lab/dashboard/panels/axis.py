@@ -268,9 +268,8 @@ class StepAxis:
 
     def draw_apart(self, fig: figure, table: Columns) -> None:
         """Draws steps that lines leave out, hollow: a table with columns step, value and why."""
-        points = fig.scatter(
-            "step", "value", source=draw.twin(table), size=4, fill_alpha=0, line_alpha=0.6, name=f"{fig.name}.slowed"
-        )
+        look: dict[str, Any] = {"size": 4, "fill_alpha": 0, "line_alpha": 0.6, "name": f"{fig.name}.slowed"}
+        points = fig.scatter("step", "value", source=draw.twin(table), **look)
         draw.tint(points.glyph, line_color="ink.faint")
         draw.hover(fig, points, [("step", "@step, @why"), ("value", "@value{0,0.[00]}")], mode="mouse", below=True)
 

@@ -17,17 +17,7 @@ from fsdp_lab.base.formatting import count, duration, figures, flop_rate, known_
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.panels import base, draw
 from fsdp_lab.dashboard.panels.axis import SMOOTH_STEPS, STEP_LIMIT, Apart, SpanRange, StepAxis, ZeroRange, calm
-from fsdp_lab.dashboard.panels.base import (
-    APART,
-    Captions,
-    Cell,
-    Columns,
-    Key,
-    Numbers,
-    Panel,
-    Patches,
-    Prediction,
-)
+from fsdp_lab.dashboard.panels.base import APART, Captions, Cell, Columns, Key, Numbers, Panel, Patches, Prediction
 from fsdp_lab.runs.evaluation import in_words
 from fsdp_lab.runs.steps import Step
 from fsdp_lab.runs.summary import Peaks
@@ -79,9 +69,8 @@ class CurvePanel(Panel):
         """Adds the line of the smoothing that a reader chose, which the page computes; `plain` is what it replaces."""
         source = ColumnDataSource({"step": [], "value": []}, name=f"{self.name}.smooth")
         source.tags = [{"smooth": {"source": self._table.name, "column": column}}]
-        draw.line(
-            fig, source, "value", "ink.mean", line_width=draw.LINE_PX, visible=False, name=f"{self.name}.smoothed"
-        )
+        look: dict[str, Any] = {"line_width": draw.LINE_PX, "visible": False, "name": f"{self.name}.smoothed"}
+        draw.line(fig, source, "value", "ink.mean", **look)
         for renderer in plain:
             renderer.name = f"{self.name}.plain"
 
@@ -132,9 +121,8 @@ class LossPanel(CurvePanel):
         self._draw_smooth(fig, "loss", line)
         rows = [("loss", "@loss{0.0000}"), ("gradient norm", "@grad_norm{0.000}"), ("learning rate", "@rate")]
         draw.hover(fig, line, [("step", "@step"), *rows])
-        points = fig.scatter(
-            "step", "eval_loss", source=source, marker="circle", size=POINT_PX, line_width=draw.LINE_PX
-        )
+        look: dict[str, Any] = {"marker": "circle", "size": POINT_PX, "line_width": draw.LINE_PX}
+        points = fig.scatter("step", "eval_loss", source=source, **look)
         draw.tint(points.glyph, line_color="ink.peak", fill_color="ink.gap")
         draw.hover(fig, points, [("step", "@step"), ("held-out loss", "@evaluation")])
 
