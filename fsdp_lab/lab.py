@@ -126,7 +126,7 @@ class Lab:
         self.cluster.supervisor.monitor.on_loop = self._activities.take_loop
         self.cluster.supervisor.on_loop_hung = self._activities.end_hung_loops
         self.cluster.on_lost(self._activities.lose_rank)
-        self._process = os.getpid()
+        self._process, self._is_notebooks = os.getpid(), False
         if not alongside:
             self._replace_former()
         self.cluster.start()
@@ -721,8 +721,12 @@ class Lab:
 
     def close(self) -> None:
         """Stops the run and ends the ranks that we started; within about 10 s, in any state, or later where a tracker of
-        its run is slow. Idempotent."""
-        self._end(self.cluster.close, "the lab was closed")
+        its run is slow. Idempotent. In a notebook the process that has imported torch stays until the kernel ends, and the
+        next lab starts with it."""
+        self._close(keep=self._is_notebooks)
+
+    def _close(self, *, keep: bool) -> None:
+        self._end(partial(self.cluster.close, keep=keep), "the lab was closed")
 
     def detach(self) -> None:
         """Stops the run, leaves the ranks as they are for the next kernel, and closes the lab, as this kernel's exit does.
@@ -744,11 +748,12 @@ class Lab:
             was, wanted = former.cluster.assembly.config, self.cluster.assembly.config
             same = self.persistent and former.persistent and former.cluster.running and was.identity == wanted.identity
             former.detach() if same else former.close()
-        shell.user_ns[KEY] = self
+            self.cluster.assembly.kept, former.cluster.assembly.kept = former.cluster.assembly.kept, None
+        shell.user_ns[KEY], self._is_notebooks = self, True
 
     def _at_exit(self) -> None:
         if os.getpid() == self._process:  # else it is a forked child
-            self.detach() if self.persistent else self.close()
+            self.detach() if self.persistent else self._close(keep=False)
 
     def _end(self, release_ranks: Callable[[], None], why: str) -> None:
         if not self._activities.close(why):

@@ -98,7 +98,8 @@ class Assembly:
     Attributes:
         config: where they are is changed by `move`.
         notes: on how the ranks were started.
-        attached_status: `Session.status` of each rank when it was taken over, empty if it was started here."""
+        attached_status: `Session.status` of each rank when it was taken over, empty if it was started here.
+        kept: what the kernel's former lab left for this one, or this one leaves (see `Engines.keep`)."""
 
     def __init__(
         self, config: ClusterConfig, dispatcher: Dispatcher, supervisor: Supervisor, report: OnProgress
@@ -108,6 +109,7 @@ class Assembly:
         self._began_s, self._default_ranks = 0.0, 2
         self.notes: tuple[str, ...] = ()
         self.attached_status: tuple[Mapping[str, Any], ...] = ()
+        self.kept: LocalEngines | None = None
 
     @property
     def _engines(self) -> Engines:
@@ -181,12 +183,15 @@ class Assembly:
 
     def _connect(self, looked_at: LocalEngines | None = None) -> None:
         config, membership = self.config, self._membership
+        if looked_at is None and config.given is None:
+            looked_at = self._engines_on(config.hosts, membership.token, self._report)
         if looked_at is not None:
             membership.token, membership.engines = looked_at.token, looked_at
-        elif config.given is not None:
-            membership.engines = Engines(config.given, config.timeout_s)
         else:
-            membership.engines = self._engines_on(config.hosts, membership.token, self._report)
+            membership.engines = Engines(config.given, config.timeout_s)
+        if self.kept is not None:
+            self.kept.close()
+            self.kept = None
         membership.leaving = frozenset()  # another controller counts engines from 0 again
         membership.engines.sending = self._dispatcher.sending
         self._supervisor.watch(membership.engines.client)
@@ -200,8 +205,12 @@ class Assembly:
         order = EngineOrder(token=token, environment=environment, on_end=on_end, timeout_s=timeout_s, former=former)
         if hosts is None:
             ranks = config.ranks or self._default_ranks
-            forked = former is None and forks(len(self._this_host().gpus))
-            engines = LocalEngines(order, ranks, forked=forked, rank_module=config.rank_module)
+            kept, self.kept = (self.kept, None) if former is None else (None, self.kept)
+            if kept is not None and kept.take(order, ranks, config.rank_module):
+                engines = kept
+            else:
+                forked = former is None and forks()
+                engines = LocalEngines(order, ranks, forked=forked, rank_module=config.rank_module)
             engines.default_ranks = ranks
             return engines
         return (SshEngines if isinstance(hosts, SshHosts) else SlurmEngines)(order, hosts, report)
@@ -271,7 +280,8 @@ class Assembly:
         if (missing := n - len(reused)) <= 0:
             return [m.engine for m in reused]
         # The first forked engines wait for the imports of their server.
-        stage = "importing torch" if self._engines.forked and not before else "starting engines"
+        imports = self._engines.forked and not self._engines.imported and not before
+        stage = "importing torch" if imports else "starting engines"
         self._report(stage, 0, missing)
         try:
             added = self._engines.add(missing, lambda k: self._report(stage, k, missing), self.config.timeout_s)

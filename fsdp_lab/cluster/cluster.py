@@ -29,6 +29,7 @@ from fsdp_lab.cluster.calls import Dispatcher
 from fsdp_lab.cluster.code_delivery import Delivery
 from fsdp_lab.cluster.detached import persist_limit_s
 from fsdp_lab.cluster.hosts import Hosts
+from fsdp_lab.cluster.local_engines import LocalEngines
 from fsdp_lab.cluster.membership import ClusterState, Membership, RankStatus
 from fsdp_lab.cluster.supervisor import Supervisor
 
@@ -136,8 +137,9 @@ class Cluster:
             if get_ipython() is not None:
                 self.client.activate(targets=self.engine_ids)
 
-    def close(self) -> None:
-        """Ends what we started, in any state; ten seconds at most. Idempotent."""
+    def close(self, *, keep: bool = False) -> None:
+        """Ends what we started, in any state; ten seconds at most. Idempotent. `keep`: what starts engines is left in
+        `assembly.kept` where it can be, for the next lab."""
         engines = self.membership.engines
         is_ours = self._changing.acquire(timeout=1)
         if not is_ours:  # another thread starts or resizes
@@ -145,12 +147,12 @@ class Cluster:
                 engines.close()  # that fails then, and cleans up after itself
             is_ours = self._changing.acquire(timeout=8)
         try:
-            self._close()
+            self._close(keep=keep and is_ours)
         finally:
             if is_ours:
                 self._changing.release()
 
-    def _close(self) -> None:
+    def _close(self, *, keep: bool = False) -> None:
         if self.membership.closed:
             return
         self.membership.enter(ClusterState.CLOSED)
@@ -160,7 +162,9 @@ class Cluster:
                 self.dispatcher.dismiss(self.membership.present)
         self.supervisor.stop()
         self.dispatcher.abandon()
-        if engines is not None:
+        if keep and isinstance(engines, LocalEngines) and engines.keep():
+            self.assembly.kept = engines
+        elif engines is not None:
             engines.close()
 
     def __enter__(self) -> Self:

@@ -8,7 +8,8 @@ ended with its processes.
 
 Note: what is safe to fork. The server has one thread, has used no GPU and has opened no socket of ZeroMQ's; it computes
 nothing, so OpenMP has no threads yet. CUDA cannot be used in the fork of a process that has used it, and an import may use
-it: on a machine with GPUs engines are started one by one (`forks`), as they are where the server's socket cannot be made.
+it: torch asks NVML what there is (`ASK_NVML`), which uses no GPU, and where an import has used one all the same
+(`used_gpu`) the server forks nothing. Then engines are started one by one, as where its socket cannot be made.
 """
 
 import contextlib
@@ -29,12 +30,24 @@ MODULE = "fsdp_lab.cluster.engine_server"
 SOCKET = "engines.sock"
 LOG = "engine_server.log"
 IMPORT_S = 120.0  # for the server to import, and to answer
+ASK_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # of the server alone: an engine has its own environment
+# A driver opens one of these when a process first uses a GPU: CUDA, CUDA on Jetson and in WSL, ROCm. NVML opens others.
+GPU_FILES = ("/dev/nvidia-uvm", "/dev/nvhost", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
 Orders = dict[str, Any]  # args, environment, folder, log
 
 
-def forks(gpus: int) -> bool:
+def forks() -> bool:
     """Whether engines may be forked on this machine."""
-    return gpus == 0 and sys.platform == "linux" and hasattr(os, "pidfd_open")
+    return sys.platform == "linux" and hasattr(os, "pidfd_open")
+
+
+def used_gpu(opened: Path = Path("/proc/self/fd")) -> bool:
+    """Whether this process has used a GPU, by the files that it has opened."""
+    files = []
+    for descriptor in opened.iterdir():
+        with contextlib.suppress(OSError):  # that of this listing
+            files.append(os.readlink(descriptor))
+    return any(file.startswith(GPU_FILES) for file in files)
 
 
 def start_server(folder: Path, environment: Mapping[str, str], module: str | None) -> subprocess.Popen[bytes] | None:
@@ -47,7 +60,7 @@ def start_server(folder: Path, environment: Mapping[str, str], module: str | Non
         with open(folder / LOG, "wb") as log:
             return subprocess.Popen(
                 command,
-                env={**os.environ, **environment},
+                env={**os.environ, **environment, **ASK_NVML},
                 pass_fds=[listener.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -61,7 +74,7 @@ def start_server(folder: Path, environment: Mapping[str, str], module: str | Non
 
 
 class ForkedEngineLauncher(LocalEngineLauncher):  # type: ignore[misc]
-    """Launches an engine that the server forks. Where there is no server, the engine is started as ipyparallel does."""
+    """Launches an engine that the server forks. Where there is none, or it may not, it is started as ipyparallel does."""
 
     _connection: socket.socket | None = None
 
@@ -82,7 +95,11 @@ class ForkedEngineLauncher(LocalEngineLauncher):  # type: ignore[misc]
         self._connection, self._answers = connection, connection.makefile("r", encoding="utf-8")
         try:
             connection.sendall(json.dumps(orders).encode() + b"\n")
-            self.pid = json.loads(self._answers.readline())["pid"]
+            if (pid := json.loads(self._answers.readline())["pid"]) is None:
+                connection.close()
+                self._connection = None
+                return super().start()
+            self.pid = pid
             self.process = psutil.Process(self.pid)
         except (OSError, ValueError, KeyError, psutil.Error):
             connection.close()
@@ -136,6 +153,10 @@ class EngineServer:
         if not line:
             connection.close()
             return None
+        if used_gpu():
+            tell(connection, {"pid": None})
+            connection.close()
+            return None
         pid = os.fork()
         if not pid:
             connection.close()
@@ -161,7 +182,7 @@ class EngineServer:
         connection.close()
 
 
-def tell(connection: socket.socket, answer: dict[str, int]) -> None:
+def tell(connection: socket.socket, answer: dict[str, int | None]) -> None:
     with contextlib.suppress(OSError):  # the kernel has ended
         connection.sendall(json.dumps(answer).encode() + b"\n")
 

@@ -35,7 +35,8 @@ class Engines:
     owned = False  # whether we started them, and therefore may end them
     local = False  # whether all of them are on this host
     attached = False  # whether they were started by a former kernel
-    forked = False  # whether they are forked from a process that has imported torch
+    forked = False  # whether they are forked from a process that imports torch
+    imported = False  # whether that process has served another lab
     notes: tuple[str, ...] = ()  # on how they were started
     sending: AbstractContextManager[Any] = nullcontext()  # held while the client sends: it does not count atomically
     client: Any  # the `ipyparallel.Client` for our calls
@@ -109,6 +110,11 @@ class Engines:
     def detach(self) -> None:
         """Leaves the engines running for another kernel. Raises ClusterError: they are not persistent."""
         raise ClusterError("the engines of a given cluster are yours, and stay anyway")
+
+    def keep(self) -> bool:
+        """Ends the engines, and leaves what starts others for the kernel's next lab. Returns whether there is such a thing;
+        else they are only to be closed."""
+        return False
 
     def close(self) -> None:
         """Ends what we started, in about 5 s at most. Idempotent."""

@@ -76,6 +76,7 @@ class LocalEngines(Engines):
         engines; else each imports."""
         self.token, self._on_end, former = order.token, order.on_end, order.former
         self._environment = engine_environment(order.token, ranks, order.environment)
+        self._imported = rank_module, {**os.environ, **order.environment}  # what the server imports, and where
         self._exit_codes: dict[int, int | None] = {}
         self._launchers: dict[int, Any] = {}  # pid -> ipyparallel's launcher of one engine
         self._newest: list[int] = []  # pids of the engines that were started last
@@ -136,6 +137,7 @@ class LocalEngines(Engines):
             raise StartError("ipyparallel's controller has ended")
         for engine_set in self._cluster.engines.values():
             self._follow(x for x in engine_set.launchers.values() if x.pid in ours)
+        self._cluster.controller.on_stop(self._process_ended)
         return await self._connect()
 
     def _write_config(self) -> None:
@@ -148,10 +150,10 @@ class LocalEngines(Engines):
         options = cluster_options() | ({} if self._server is None else {"engines": ForkedEngineSetLauncher})
         self._cluster = ipp.Cluster(profile_dir=str(self._folder), controller_args=self._controller_args, **options)
         await self._cluster.start_controller(environment=dict(self._environment))
+        self._cluster.controller.on_stop(self._process_ended)
         return await self._connect()
 
     async def _connect(self) -> Any:
-        self._cluster.controller.on_stop(self._process_ended)
         info = await self._cluster.controller.get_connection_info()
         self._connection = info["engine"]
         client = ipp.Client(info["client"], cluster=None)
@@ -268,6 +270,28 @@ class LocalEngines(Engines):
         """Ends all engines. Returns whether it is known that they have ended, or will."""
         self._end(list(self._launchers), term_s=0.7)  # torch takes seconds to exit; its sessions are closed by now
         return True
+
+    def keep(self) -> bool:
+        """Keeps the server, with all that it has imported, and the controller, until `take`. The guardian ends them with the
+        kernel."""
+        if self._closed or self._server is None or self._record is not None or self.broken:
+            return False
+        self._close_clients()
+        self._end_all()
+        return True
+
+    def take(self, order: EngineOrder, ranks: int, rank_module: str | None) -> bool:
+        """Serves another lab with what `keep` left. Returns False, and closes, where that would import other things."""
+        fits = self._imported == (rank_module, {**os.environ, **order.environment}) and not self.broken
+        if fits and self._server is not None and self._server.poll() is None:
+            self._on_end, self._launchers, self._exit_codes = order.on_end, {}, {}
+            self._environment = engine_environment(self.token, ranks, order.environment)
+            with contextlib.suppress(Exception):  # then all is started anew
+                self._user_client, self.client = None, self._loop.run(self._connect(), ATTACH_S)
+                self.imported = True
+                return True
+        self.close()
+        return False
 
     def close(self) -> None:
         if self._closed:

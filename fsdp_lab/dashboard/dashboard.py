@@ -25,7 +25,8 @@ from fsdp_lab.runs import Comparison, WatchedRun
 from fsdp_lab.runs.view import RunView
 from fsdp_lab.spec.spec import Spec
 
-TICK_S = 0.1
+TICK_S = 0.1  # between two ticks, at most; and at least, where steps are so fast that a tick brings several
+STEP_TICK_S = 0.05  # at least, where a tick brings one step: it is drawn when the last rank has reported it
 SHOWN = "_shown_dashboard"  # the lab's attribute that holds its dashboard, so that a cell run again replaces it
 
 log = logging.getLogger(__name__)
@@ -139,11 +140,12 @@ class Dashboard:
             close_all(widget)
 
     def _tick_until_closed(self) -> None:
-        """Ticks at most ten times a second. A failing tick is logged, once in a row, and does not end the display."""
-        failing = False
-        while not self._halt.wait(TICK_S) and not self.lab.closed:
+        """Ticks until closed. A failing tick is logged, once in a row, and does not end the display."""
+        failing, several = False, True
+        while self._rest(several=several):
             try:
                 events = self._feed.tick()
+                several = len(events) > self._feed.ranks
                 run = None if isinstance(self._feed.run, WatchedRun) else self._feed.run
                 self._controls.tick(run, events)
                 self._sweep_form.tick()
@@ -164,6 +166,12 @@ class Dashboard:
         if not self._halt.is_set():
             for form in self._forms:
                 form.retire()
+
+    def _rest(self, *, several: bool) -> bool:
+        """Waits for the next tick; `several`: steps came with the last one. Returns whether there is to be one."""
+        if not self._halt.wait(TICK_S if several else STEP_TICK_S) and not several:
+            self._feed.wait(TICK_S - STEP_TICK_S)
+        return not self._halt.is_set() and not self.lab.closed
 
     def prepare(self) -> None:
         """Draws the first picture. Call it before `widget` is displayed in a layout of your own."""

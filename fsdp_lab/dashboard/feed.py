@@ -180,6 +180,17 @@ class Feed:
         self._live.flush()
         return events
 
+    @property
+    def ranks(self) -> int:
+        return self._stage.world_size
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until every rank has reported another step, or for the time."""
+        if self.run is None:
+            time.sleep(timeout_s)
+        else:  # each rank's steps are there once, so that whole steps end at multiples of the ranks
+            self.run.events.wait(self._stage.cursor // self.ranks * self.ranks + self.ranks, timeout_s)
+
     def _chosen(self) -> Spec:
         """Returns what is chosen on the page; in a sweep it is the sweep's."""
         if self._wanted is not None and active_sweep(self._lab) is None:

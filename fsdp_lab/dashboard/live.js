@@ -129,6 +129,22 @@ function setVisual(m, property, value) {
   m.setv({ [property]: isSpec ? { value } : value });
 }
 
+const plain = new WeakSet(); // documents
+
+/** Bokeh asks CSS for the font's size, and for a variable for each property that it paints, and the page computes its styles
+    anew for that: a third of a frame. A document that `paintModels` colours has none; others on this page still ask. */
+function forgoCss(doc, views) {
+  plain.add(doc);
+  for (const view of views) Object.defineProperty(view, "base_font_size", { value: view.base_font_size });
+  let kind = views[0]?.visuals.outline_line;
+  while (kind && !Object.hasOwn(kind, "_get_css_value")) kind = Object.getPrototypeOf(kind);
+  if (!kind || kind.looksInCss) return;
+  kind.looksInCss = kind._get_css_value;
+  kind._get_css_value = function (name) {
+    return plain.has(this.obj.model?.document) ? "" : this.looksInCss(name);
+  };
+}
+
 /** A mapping whose keys are no strings comes as Bokeh itself writes it. */
 const revived = (value) => (value?.type === "map" ? new Map(value.entries) : value);
 
@@ -222,6 +238,13 @@ function element(tag, className, text) {
   return e;
 }
 
+/** Into the text that is there, if it is: another child would make a page with `:has` in its styles compute them all anew. */
+function write(at, text) {
+  const node = at.firstChild;
+  if (node?.nodeType === Node.TEXT_NODE && !node.nextSibling) node.data = text;
+  else at.textContent = text;
+}
+
 /** A legend entry; its swatch takes the colour of a token from the theme, or a colour as it is. */
 function legendEntry({ label, token, color, hatch = " " }) {
   const entry = element("span", "fsdp-key");
@@ -294,10 +317,17 @@ class FigureTable {
 
   write(at, cell) {
     if (typeof cell === "string") {
-      at.className = at.title = "";
-      at.textContent = cell;
+      at.className = at.title = at.form = "";
+      write(at, cell);
       return;
     }
+    const form = JSON.stringify({ ...cell, text: "", title: "", about: "" });
+    if (at.form === form && !cell.press) {
+      at.title = cell.title;
+      write(at.querySelector(".fsdp-text"), cell.text);
+      return;
+    }
+    at.form = form;
     at.className = cell.tone ? `fsdp-tone-${cell.tone}` : "";
     at.title = cell.title;
     const kind = cell.sort ? "fsdp-sort" : cell.press ? `fsdp-press fsdp-press-${cell.press}` : "fsdp-words";
@@ -739,6 +769,7 @@ class View {
     this.scene = scene;
     this.byName = new Map([...this.doc.all_models].filter((m) => m.name).map((m) => [m.name, m]));
     this.figures = new Map([...this.doc.all_models].filter((m) => m.type === "Figure").map((m) => [m.name, m]));
+    forgoCss(this.doc, [...this.figures.values()].map((figure) => views.find_one(figure)));
     this.keepRanges();
     this.sources = new Sources(this.doc);
     this.choose();
@@ -1118,11 +1149,11 @@ class View {
         continue;
       }
       if ("reading" in words) {
-        at.reading.textContent = at.reading.title = words.reading;
+        write(at.reading, (at.reading.title = words.reading));
         if (at.title) at.plot.setAttribute("aria-label", `${at.title}: ${words.reading}`);
       }
       if ("note" in words) {
-        at.note.textContent = words.note;
+        write(at.note, words.note);
         if (at.info) at.info.ariaLabel = words.note, at.info.hidden = !words.note;
       }
       if (words.pin) at.pin.show(words.pin);

@@ -194,6 +194,7 @@ class EventStore:
         self._curves: deque[int] = deque()  # cursors of events with a memory curve
         self.attempt = 0
         self._lock = threading.Lock()
+        self._added = threading.Condition(self._lock)
 
     def add(
         self,
@@ -218,6 +219,7 @@ class EventStore:
                     self._drop_oldest(self._events[-1])
                     added += 1
         with self._lock:
+            self._added.notify_all()
             surplus = len(self._events) - self._cap
             if surplus > self._cap // 10:  # in bulk, because this moves the whole list
                 del self._events[:surplus]
@@ -269,6 +271,11 @@ class EventStore:
         with self._lock:
             start = max(0, cursor - self._first)
             return self._events[start:], self._first + len(self._events)
+
+    def wait(self, cursor: int, timeout_s: float) -> bool:
+        """Waits until all events before a cursor have arrived; returns whether they have."""
+        with self._lock:
+            return self._added.wait_for(lambda: self._first + len(self._events) >= cursor, timeout_s)
 
     def columns(self, *names: str, cursor: int = 0) -> tuple[dict[int, dict[str, list[Any]]], int]:
         """rank -> field -> values that arrived since the cursor, and the next cursor. A name is of StepEvent, or of its

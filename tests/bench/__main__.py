@@ -32,6 +32,7 @@ MODELS = "gpt2-1m,llama-1m,bert-1m,t5-1m,vit-1m,resnet-1m"
 MEMORY: Options = {"model": {"default": MODELS, "metavar": "M,M", "help": f"presets {DEFAULT}"}, "ranks": RANKS}
 DEVICE: Options = {"device": OWN_RANKS["device"]}
 SWITCH: Options = {**DEVICE, "width": number(2048), "layers": number(14), "vocab": number(32000)}
+PIXEL: Options = {"ranks": number(4), "step_ms": number(0, "without ranks"), "seconds": number(20)}
 FAMILIES: Options = {"jobs": number(1, "families at once")}
 ATTACH: Options = {
     "ranks": number(1, "several: of DDP"), "launches": number(4, "number of fresh launches"),
@@ -43,6 +44,7 @@ TABLE: tuple[tuple[str, str, str, Options], ...] = (
     ("metering", "metering", "cost of all that a lab does in a step beyond plain training", METERING),
     ("attach", "attach", "cost of watching a script that knows nothing of it", ATTACH),
     ("switch", "switch", "live switches near the memory limit of a GPU", SWITCH),
+    ("pixel", "pixel", "the end of a step to its frame in chromium, by percentiles", PIXEL),
     ("families", "families", "families of transformers, small: which train, which are refused, and why", FAMILIES),
 )
 BENCHES: tuple[Bench, ...] = tuple((name, measured_by(of, name), text, options) for name, of, text, options in TABLE)
