@@ -270,7 +270,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (given, ["--to", "spec", "--output", str(again)], 0, f"{again}\n"),
         (given, ["--to", "script"], 2, "--output: a script reads samples and a model"),
         (given, ["--to", "spec"], 0, '"workload": {'), (tmp_path / "none.json", ["--to", "spec"], 2, "none.json"),
-        (refused, [*to_script, "--force"], 2, "strategy.sharding: zero1 is not available with fsdp2"),
+        (refused, [*to_script, "--force"], 2, "sharding: zero1 is not available with fsdp2"),
     ):  # fmt: skip
         assert main(["export", str(file), *arguments]) == code
         printed = capsys.readouterr()

@@ -88,7 +88,7 @@ def results(run: Any) -> dict[str, str]:
     course = Course.of(0, compared.rows[0], run)
     still = timeline(0, compared.rows[0], run)
     pinned = Pinned.of(run)
-    renderers = [chart.root.renderers for chart in curves([course], "")]
+    renderers = [chart.root.renderers for chart in curves([course])]
     drawn = [[{k: list(v) for k, v in r.data_source.data.items()} for r in some] for some in renderers]
     found = {"summary": run.summary(), "table": run.table(20).rows, "evaluations": [run.evaluations, run.best],
              "newest": {rank: e.step for rank, e in run.events.latest().items()},
