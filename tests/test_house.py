@@ -19,6 +19,7 @@ import pytest
 
 import fsdp_lab
 from fsdp_lab.spec.spec import SHARDINGS
+from tests.seeded_faults import FAULTS, sources
 
 REPO = Path(__file__).resolve().parents[1]
 PACKAGE = REPO / "fsdp_lab"
@@ -29,16 +30,7 @@ LAZY_NAMES = PACKAGE / "base" / "__init__.py"
 TORCH = frozenset({"torch", "numpy"})
 RANKS = TORCH | {"transformers"}
 MODELS = RANKS | {"PIL", "safetensors", "platformdirs", "pyarrow", "datasets", "filelock", "huggingface_hub", "peft"}
-KERNEL = RANKS | {
-    "psutil",
-    "ipyparallel",
-    "zmq",
-    "IPython",
-    "ipykernel",
-    "tornado",
-    "traitlets",
-    "platformdirs",
-}
+KERNEL = RANKS | {"psutil", "ipyparallel", "zmq", "IPython", "ipykernel", "tornado", "traitlets", "platformdirs"}
 SCREEN = KERNEL | {"bokeh", "ipywidgets", "anywidget", "rich", "jupyter_core", "packaging"}
 FLOORS: tuple[tuple[int, str, frozenset[str]], ...] = (
     (0, "base", frozenset({"psutil"})),
@@ -249,9 +241,8 @@ def test_the_package_keeps_its_budgets():
     """`python -m tests.figures` prints these and more."""
     part = {m.dotted: m.part for m in modules()}
     between = {(part[name], part[t]) for name, targets in needs().items() for t in targets if part[name] != part[t]}
-    lines = sum(
-        len(text.splitlines()) for text in (*(m.text for m in modules()), (PACKAGE / "__init__.py").read_text())
-    )
+    texts = (*(m.text for m in modules()), (PACKAGE / "__init__.py").read_text())
+    lines = sum(len(text.splitlines()) for text in texts)
     sizes = (len(set(part.values())), len(between), len(modules()) + 1, lines)
     budgets = (MOST_PARTS, MOST_IMPORTS_BETWEEN_PARTS, MOST_FILES, MOST_LINES)
     assert all(size <= budget for size, budget in zip(sizes, budgets, strict=True)), (sizes, budgets)
@@ -422,3 +413,11 @@ def test_the_command_of_the_readme_is_what_ci_runs_first():
     command = "python3 -m venv .venv && .venv/bin/pip install -c .ci/constraints.txt -e '.[test]' && .venv/bin/pytest"
     for page in ("README.md", ".ci/run"):
         assert command in (REPO / page).read_text(encoding="utf-8").splitlines(), page
+
+
+def test_every_snippet_of_a_seeded_fault_is_in_the_source_once() -> None:
+    texts = [p.read_text(encoding="utf-8") for p in sources(REPO)]
+    wrong = [f.name for f in FAULTS if sum(text.count(f.old) for text in texts) != 1 or f.old == f.new]
+    assert not wrong, f"write these faults anew in tests/seeded_faults.py: {wrong}"
+    assert len({f.name for f in FAULTS}) == len(FAULTS) >= 20
+    assert not [name for f in FAULTS for name in f.tests if not (REPO / name).exists()]
