@@ -29,18 +29,16 @@ def save(name: str, server: JupyterServer, page: Page) -> None:
     notebook.open(name)
     notebook.command("editmenu:clear-all")
     notebook.run_all(timeout_ms=180_000)
-    pictures = list(png_of_pictures(page)) if name in PICTURES else []
+    pictures: list[bytes] = []
+    if name in PICTURES:
+        page.wait_for_selector(".bk-Figure", timeout=30_000)
+        page.wait_for_timeout(1_000)  # for the last frame; a picture is looked at by people
+        pictures = [view.screenshot() for view in page.query_selector_all(".jp-OutputArea-output:has(.bk-Figure)")]
     notebook.command("docmanager:save")
     made = nbformat.read(server.root / name, as_version=4)
     server.end_kernels()
     assert not notebook.wrong, notebook.wrong
     nbformat.write(still(made, pictures), NOTEBOOKS / name)
-
-
-def png_of_pictures(page: Page) -> list[bytes]:
-    page.wait_for_selector(".bk-Figure", timeout=30_000)
-    page.wait_for_timeout(1_000)  # for the last frame; a picture is looked at by people
-    return [view.screenshot() for view in page.query_selector_all(".jp-OutputArea-output:has(.bk-Figure)")]
 
 
 def still(notebook: Any, pictures: list[bytes]) -> Any:
