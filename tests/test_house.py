@@ -72,8 +72,6 @@ TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "environment.yml", "fsdp_
 
 
 # -- the package's modules, each read once ---------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Module:
     """A file of the package, parsed once by whoever asks first."""
@@ -120,8 +118,6 @@ def modules() -> tuple[Module, ...]:
 
 
 # -- imports run downhill --------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Import:
     """One import, wherever it is written: at the top, in a function, under TYPE_CHECKING, or by string."""
@@ -235,8 +231,6 @@ def test_imports_are_absolute_and_not_by_computed_names():
 
 
 # -- budgets ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_package_keeps_its_budgets():
     """`python -m tests.figures` prints these and more."""
     part = {m.dotted: m.part for m in modules()}
@@ -258,8 +252,6 @@ def test_no_class_name_is_used_twice():
 
 
 # -- what an import costs and needs ----------------------------------------------------------------------------------
-
-
 def python(code: str, timeout_s: float = 120) -> str:
     """Runs code in a fresh interpreter and returns what it printed."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout_s, cwd=REPO)
@@ -319,7 +311,6 @@ assert run.step == 4 and run.state.value == "finished" and run.table().rows
 
 
 # -- no hidden state -------------------------------------------------------------------------------------------------
-
 MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 MAKERS = {"list", "dict", "set", "defaultdict", "OrderedDict", "deque", "Counter", "WeakValueDictionary", "WeakSet"}
 MUTATORS = {"append", "add", "update", "extend", "insert", "pop", "popitem", "remove", "clear", "setdefault", "discard"}
@@ -361,8 +352,6 @@ def test_no_module_keeps_hidden_state():
 
 
 # -- facts about a strategy ------------------------------------------------------------------------------------------
-
-
 def token_comparisons(module: Module) -> Iterator[int]:
     """Lines where code compares something with a sharding token, which only `Strategy` itself should do."""
     for node in module.nodes:
@@ -380,8 +369,6 @@ def test_facts_about_a_strategy_are_asked_for_and_not_derived_again():
 
 
 # -- tools and layout ------------------------------------------------------------------------------------------------
-
-
 def test_ruff_finds_nothing():
     """Code and notebooks."""
     command = [sys.executable, "-m", "ruff", "check", "--no-fix", "."]

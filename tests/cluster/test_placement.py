@@ -194,8 +194,6 @@ def test_an_engine_is_replaced_on_the_host_that_lacks_it_and_beyond_that_they_ta
 
 
 # -- which engine becomes which rank, and the names and addresses of hosts
-
-
 def endpoint(address: str, interface: str = "eth0"):
     return Endpoint(address=address, port=4000, interface=interface)
 

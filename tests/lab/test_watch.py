@@ -101,7 +101,6 @@ def test_a_rank_that_raises_frees_the_others_and_says_why(real_lab: Lab) -> None
 
 
 # -- under torchrun ---------------------------------------------------------------------------------------------------
-
 STORED = LOOP.replace("tokens=4", "history=path").replace("watch.step()", "watch.step(tokens=4)")
 SCRIPT = f"""
 import os, sys, time

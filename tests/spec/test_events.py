@@ -62,8 +62,6 @@ def test_what_is_derived() -> None:
 
 
 # -- frames
-
-
 def holding(**changes: object) -> ParameterHolding:
     fields: dict[str, object] = {
         "name": "h.0.weight", "unit": "h.0", "numel": 10, "start": 5, "stop": 10, "state": "sharded", "gradient": "none",
