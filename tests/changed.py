@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import fsdp_lab
+
 REPO = Path(__file__).resolve().parents[1]
 ROOTS = ("fsdp_lab", "tests")
 MODULE = re.compile(r"(?:fsdp_lab|tests)(?:\.\w+)+")
@@ -45,14 +47,9 @@ class Graph:
             for root in ROOTS
             for path in (REPO / root).rglob("*.py")
         }
-        homes = self._lazy_homes()
+        # of public names their own modules: the table of these names leads to everything
+        homes = {f"fsdp_lab.{name}": f"fsdp_lab.{home}" for name, home in fsdp_lab._HOMES.items()}
         self.needs = {p: {self._file(homes.get(m, m)) for m in named_modules(p)} - {None} for p in self.files.values()}
-
-    def _lazy_homes(self) -> dict[str, str]:
-        """Public name of fsdp_lab -> its module: that table itself leads to everything."""
-        import fsdp_lab
-
-        return {f"fsdp_lab.{name}": f"fsdp_lab.{home}" for name, home in fsdp_lab._HOMES.items()}
 
     def _file(self, dotted: str) -> Path | None:
         """The longest part of a dotted name that is a module, but not the whole package."""
@@ -76,11 +73,6 @@ class Graph:
         return direct.union(*(self.needs[p] for p in direct if not p.is_relative_to(tests)))
 
 
-def is_concerned(near: set[Path], changed: set[Path]) -> bool:
-    folders = {path.parent for path in near if path.is_relative_to(REPO / "fsdp_lab")}
-    return any(path in near or (path.suffix != ".py" and path.parent in folders) for path in changed)
-
-
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects the tests that no changed file concerns."""
     base = config.getoption("--changed")
@@ -89,7 +81,10 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     changed = changed_files(base)
     if REPO / "pyproject.toml" in changed or REPO / "tests" / "conftest.py" in changed:
         return
-    graph = Graph()
-    concerned = {path: is_concerned(graph.near(path), changed) for path in {item.path for item in items}}
+    graph, concerned = Graph(), dict[Path, bool]()
+    for file in {item.path for item in items}:
+        near = graph.near(file)
+        folders = {path.parent for path in near if path.is_relative_to(REPO / "fsdp_lab")}
+        concerned[file] = any(p in near or (p.suffix != ".py" and p.parent in folders) for p in changed)
     config.hook.pytest_deselected(items=[item for item in items if not concerned[item.path]])
     items[:] = [item for item in items if concerned[item.path]]

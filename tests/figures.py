@@ -37,9 +37,8 @@ def lines_in(files: list[Path]) -> int:
 
 def lines_with(pattern: str) -> int:
     """Lines of the package that hold a match."""
-    return sum(
-        bool(re.search(pattern, line)) for p in python_files(PACKAGE) for line in p.read_text("utf-8").splitlines()
-    )
+    lines = (line for p in python_files(PACKAGE) for line in p.read_text("utf-8").splitlines())
+    return sum(bool(re.search(pattern, line)) for line in lines)
 
 
 def files_with(pattern: str) -> int:
@@ -48,9 +47,8 @@ def files_with(pattern: str) -> int:
 
 def folders_of(feature: str) -> int:
     """Folders at the top of the package with a module of the feature; a module at the top counts as one."""
-    return len(
-        {p.relative_to(PACKAGE).parts[0] for p in python_files(PACKAGE) if re.fullmatch(FEATURES[feature], p.stem)}
-    )
+    of_feature = (p for p in python_files(PACKAGE) if re.fullmatch(FEATURES[feature], p.stem))
+    return len({p.relative_to(PACKAGE).parts[0] for p in of_feature})
 
 
 def literals(tree: ast.AST) -> Iterator[set[str]]:
@@ -84,9 +82,8 @@ def function_lengths() -> list[int]:
             documented = ast.get_docstring(node) is not None and first.end_lineno
             skip = range(first.lineno, first.end_lineno + 1) if documented and first.end_lineno else range(0)
             numbers = (n for n in range(node.lineno, (node.end_lineno or 0) + 1) if n not in skip)
-            lengths.append(
-                sum(bool(source[n - 1].strip()) and not source[n - 1].strip().startswith("#") for n in numbers)
-            )
+            texts = (source[n - 1].strip() for n in numbers)
+            lengths.append(sum(bool(text) and not text.startswith("#") for text in texts))
     return lengths
 
 

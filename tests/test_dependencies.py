@@ -13,6 +13,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name as normalized
 
 from fsdp_lab.base import errors
 from tests.test_house import JUPYTER, PACKAGE, REPO, Module, imports, modules, python, without
@@ -27,10 +28,6 @@ NOT_IMPORTED = {"build": "a command", "hatchling": "the wheel's backend", "twine
                 "tensorboard": "torch.utils.tensorboard imports it", "types-psutil": "read by mypy"}  # fmt: skip
 
 
-def normalized(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 def ranges(requirements: Iterable[str]) -> dict[str, str]:
     """Distribution -> range of versions, from "name>=1,<2"."""
     parts = (re.match(r"([\w.-]+)\s*(.*)", line) for line in requirements)
@@ -43,12 +40,6 @@ def imported(targets: Iterable[str]) -> set[str]:
     return {normalized(DISTRIBUTIONS.get(head, head)) for head in heads}
 
 
-def imported_by_tests() -> set[str]:
-    lines = re.compile(r"^\s*(?:from ([\w.]+) import |import ([\w.]+)(?: as \w+)?$)", re.MULTILINE)
-    texts = (path.read_text(encoding="utf-8") for path in (REPO / "tests").rglob("*.py"))
-    return imported(one or other for text in texts for one, other in lines.findall(text))
-
-
 DEPENDENCIES = ranges(PROJECT["dependencies"])
 EXTRAS = {name: ranges(listed) for name, listed in PROJECT["optional-dependencies"].items()}
 TEST_EXTRA = EXTRAS.pop("test")
@@ -57,7 +48,9 @@ EXTRA = {name: version for extra in EXTRAS.values() for name, version in extra.i
 
 def test_every_third_party_import_is_declared_and_every_declared_package_is_imported_or_has_a_reason():
     here = imported(i.target for module in (*modules(), Module.of(PACKAGE / "__init__.py")) for i in imports(module))
-    by_tests = imported_by_tests()
+    lines = re.compile(r"^\s*(?:from ([\w.]+) import |import ([\w.]+)(?: as \w+)?$)", re.MULTILINE)
+    texts = (path.read_text(encoding="utf-8") for path in (REPO / "tests").rglob("*.py"))
+    by_tests = imported(one or other for text in texts for one, other in lines.findall(text))
     assert not here - set(DEPENDENCIES) - set(EXTRA) and not by_tests - set(DEPENDENCIES) - set(TEST_EXTRA)
     unused = (set(DEPENDENCIES) | set(EXTRA)) - here | set(TEST_EXTRA) - by_tests
     assert not unused - set(NOT_IMPORTED)
@@ -78,9 +71,7 @@ def test_extras_agree_with_the_dependencies_and_with_what_errors_say():
 
 
 def test_the_containers_run_readmes_commands_on_files_that_exist():
-    dockerfile, readme = (
-        Path(REPO, name).read_text(encoding="utf-8") for name in ("binder/gpu.Dockerfile", "README.md")
-    )
+    dockerfile, readme = (Path(REPO, name).read_text("utf-8") for name in ("binder/gpu.Dockerfile", "README.md"))
     container = json.loads(Path(REPO, ".devcontainer/devcontainer.json").read_text(encoding="utf-8"))
     copied = [name for line in re.findall(r"^COPY \S+ (.+) \S+$", dockerfile, re.MULTILINE) for name in line.split()]
     assert {"pyproject.toml", "fsdp_lab", ".ci"} <= set(copied) and all(Path(REPO, name).exists() for name in copied)
@@ -149,8 +140,6 @@ def test_engine_wire_and_schedule_need_torch_alone():
 
 
 INSTALL = f"{sys.executable} -m pip install"
-
-
 LACKING = "which is not installed"
 
 

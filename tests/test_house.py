@@ -19,6 +19,7 @@ import pytest
 
 import fsdp_lab
 from fsdp_lab.spec.spec import SHARDINGS
+from tests.seeded_faults import FAULTS, sources
 
 REPO = Path(__file__).resolve().parents[1]
 PACKAGE = REPO / "fsdp_lab"
@@ -29,16 +30,7 @@ LAZY_NAMES = PACKAGE / "base" / "__init__.py"
 TORCH = frozenset({"torch", "numpy"})
 RANKS = TORCH | {"transformers"}
 MODELS = RANKS | {"PIL", "safetensors", "platformdirs", "pyarrow", "datasets", "filelock", "huggingface_hub", "peft"}
-KERNEL = RANKS | {
-    "psutil",
-    "ipyparallel",
-    "zmq",
-    "IPython",
-    "ipykernel",
-    "tornado",
-    "traitlets",
-    "platformdirs",
-}
+KERNEL = RANKS | {"psutil", "ipyparallel", "zmq", "IPython", "ipykernel", "tornado", "traitlets", "platformdirs"}
 SCREEN = KERNEL | {"bokeh", "ipywidgets", "anywidget", "rich", "jupyter_core", "packaging"}
 FLOORS: tuple[tuple[int, str, frozenset[str]], ...] = (
     (0, "base", frozenset({"psutil"})),
@@ -81,8 +73,6 @@ TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "environment.yml", "fsdp_
 
 
 # -- the package's modules, each read once ---------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Module:
     """A file of the package, parsed once by whoever asks first."""
@@ -129,8 +119,6 @@ def modules() -> tuple[Module, ...]:
 
 
 # -- imports run downhill --------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Import:
     """One import, wherever it is written: at the top, in a function, under TYPE_CHECKING, or by string."""
@@ -244,15 +232,12 @@ def test_imports_are_absolute_and_not_by_computed_names():
 
 
 # -- budgets ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_package_keeps_its_budgets():
     """`python -m tests.figures` prints these and more."""
     part = {m.dotted: m.part for m in modules()}
     between = {(part[name], part[t]) for name, targets in needs().items() for t in targets if part[name] != part[t]}
-    lines = sum(
-        len(text.splitlines()) for text in (*(m.text for m in modules()), (PACKAGE / "__init__.py").read_text())
-    )
+    texts = (*(m.text for m in modules()), (PACKAGE / "__init__.py").read_text())
+    lines = sum(len(text.splitlines()) for text in texts)
     sizes = (len(set(part.values())), len(between), len(modules()) + 1, lines)
     budgets = (MOST_PARTS, MOST_IMPORTS_BETWEEN_PARTS, MOST_FILES, MOST_LINES)
     assert all(size <= budget for size, budget in zip(sizes, budgets, strict=True)), (sizes, budgets)
@@ -268,8 +253,6 @@ def test_no_class_name_is_used_twice():
 
 
 # -- what an import costs and needs ----------------------------------------------------------------------------------
-
-
 def python(code: str, timeout_s: float = 120) -> str:
     """Runs code in a fresh interpreter and returns what it printed."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout_s, cwd=REPO)
@@ -329,7 +312,6 @@ assert run.step == 4 and run.state.value == "finished" and run.table().rows
 
 
 # -- no hidden state -------------------------------------------------------------------------------------------------
-
 MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 MAKERS = {"list", "dict", "set", "defaultdict", "OrderedDict", "deque", "Counter", "WeakValueDictionary", "WeakSet"}
 MUTATORS = {"append", "add", "update", "extend", "insert", "pop", "popitem", "remove", "clear", "setdefault", "discard"}
@@ -371,8 +353,6 @@ def test_no_module_keeps_hidden_state():
 
 
 # -- facts about a strategy ------------------------------------------------------------------------------------------
-
-
 def token_comparisons(module: Module) -> Iterator[int]:
     """Lines where code compares something with a sharding token, which only `Strategy` itself should do."""
     for node in module.nodes:
@@ -390,8 +370,6 @@ def test_facts_about_a_strategy_are_asked_for_and_not_derived_again():
 
 
 # -- tools and layout ------------------------------------------------------------------------------------------------
-
-
 def test_ruff_finds_nothing():
     """Code and notebooks."""
     command = [sys.executable, "-m", "ruff", "check", "--no-fix", "."]
@@ -423,3 +401,11 @@ def test_the_command_of_the_readme_is_what_ci_runs_first():
     command = "python3 -m venv .venv && .venv/bin/pip install -c .ci/constraints.txt -e '.[test]' && .venv/bin/pytest"
     for page in ("README.md", ".ci/run"):
         assert command in (REPO / page).read_text(encoding="utf-8").splitlines(), page
+
+
+def test_every_snippet_of_a_seeded_fault_is_in_the_source_once() -> None:
+    texts = [p.read_text(encoding="utf-8") for p in sources(REPO)]
+    wrong = [f.name for f in FAULTS if sum(text.count(f.old) for text in texts) != 1 or f.old == f.new]
+    assert not wrong, f"write these faults anew in tests/seeded_faults.py: {wrong}"
+    assert len({f.name for f in FAULTS}) == len(FAULTS) >= 20
+    assert not [name for f in FAULTS for name in f.tests if not (REPO / name).exists()]

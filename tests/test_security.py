@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Iterator
 
 import pytest
+from packaging.version import Version
 
 from fsdp_lab.cli.main import main, parser
 from fsdp_lab.cluster.engines import exposure_notes
@@ -86,11 +87,7 @@ def test_versions_with_known_holes_are_not_installed():
     wanted = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
     least = {found[1]: found[2] for line in wanted if (found := re.match(r"([\w-]+)>=([\d.]+)", line))}
     for package, closed in CLOSED.items():
-        assert numbers(least[package]) >= numbers(closed), f"{package} {least[package]} is older than {closed}"
-
-
-def numbers(version: str) -> list[int]:
-    return [int(part) for part in version.split(".")]
+        assert Version(least[package]) >= Version(closed), f"{package} {least[package]} is older than {closed}"
 
 
 @pytest.mark.parametrize("name", ["..", "../x", "/etc", "", "-x", ".hidden"])

@@ -42,8 +42,6 @@ STAGES: dict[str, tuple[type, str]] = {
 
 
 # -- other right ones --------------------------------------------------------------------------------------------------
-
-
 class ParameterByParameter:
     """Full sharding without a flat buffer: a part of each parameter, gathered one by one."""
 
@@ -100,8 +98,6 @@ RIGHT: dict[str, tuple[type, str]] = STAGES | {
 
 
 # -- wrong ones --------------------------------------------------------------------------------------------------------
-
-
 class FillsFreedMemory(FullyShard):
     def fill(self, unit: Any, whole: Tensor) -> None:
         for p in unit.params:

@@ -174,20 +174,14 @@ def _log(tell: Told) -> Any:
 
 def trainer(tell: Told, *callbacks: Any) -> None:
     """transformers' Trainer, under DDP, with micro-batches of which the losses are parts of the step's."""
-    from transformers import Trainer, TrainingArguments, default_data_collator
+    from transformers import Trainer, TrainingArguments
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder, max_steps=STEPS, per_device_train_batch_size=4, logging_steps=1, report_to=[], use_cpu=True,
             save_strategy="no", disable_tqdm=True, gradient_accumulation_steps=2,
         )  # fmt: skip
-        parts = {
-            "train_dataset": _texts(),
-            "data_collator": default_data_collator,
-            "callbacks": [_log(tell), *callbacks],
-        }
-        made = Trainer(_small_llama(), arguments, **parts)
-        made.train()
+        Trainer(_small_llama(), arguments, train_dataset=_texts(), callbacks=[_log(tell), *callbacks]).train()
 
 
 def called_back(tell: Told) -> None:
@@ -209,8 +203,7 @@ def sft(tell: Told) -> None:
             eos_token=None, gradient_checkpointing=False, bf16=False,
         )  # fmt: skip
         rows = Dataset.from_list([{"input_ids": row["input_ids"]} for row in _texts()])
-        tokens = _tokenizer()
-        made = SFTTrainer(_small_llama(), arguments, train_dataset=rows, processing_class=tokens)
+        made = SFTTrainer(_small_llama(), arguments, train_dataset=rows, processing_class=_tokenizer())
         made.add_callback(_log(tell))
         made.train()
 

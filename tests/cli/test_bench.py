@@ -52,12 +52,9 @@ def measured(**seconds: list[float]) -> BenchResult:
     return BenchResult(seconds=named_seconds, losses=losses, gradient_norms=norms, peak_bytes={}, shared=shared)
 
 
-def test_a_spread_is_a_median_and_two_deciles() -> None:
+def test_a_spread_is_a_median_and_two_deciles_and_a_step_as_long_as_its_slowest_rank() -> None:
     assert spread([float(x) for x in range(11)]) == Spread(median=5.0, p10=1.0, p90=9.0, n=11)
     assert spread([3.0]) == Spread(median=3.0, p10=3.0, p90=3.0, n=1)
-
-
-def test_a_step_is_as_long_as_its_slowest_rank() -> None:
     ranks = [
         {"lab": {"seconds": [1.0, 4.0], "loss": 5.0, "squared_norm": 9.0, "peak_bytes": 3, "is_shared": True}},
         {"lab": {"seconds": [2.0, 3.0], "loss": 6.0, "squared_norm": 16.0, "peak_bytes": 4, "is_shared": True}},

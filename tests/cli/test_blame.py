@@ -96,7 +96,6 @@ def test_over_gloo_traced_steps_tell_who_is_late(tmp_path: Path) -> None:
 
 
 # -- simulated steps --------------------------------------------------------------------------------------------------
-
 Work = dict[str, tuple[float, ...]]  # of a step, by part: milliseconds of each rank
 
 

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from fsdp_lab.cli import compare, fields
-from fsdp_lab.cli.console import Results, add_hosts, hosts_of
+from fsdp_lab.cli.console import add_hosts, hosts_of
 from fsdp_lab.cli.main import main, parser
 from fsdp_lab.cluster.hosts import SlurmHosts, SshHosts
 from fsdp_lab.planner.questions import require_memory
@@ -74,16 +74,6 @@ def test_combinations_that_cannot_be_are_listed_with_their_reason_and_one_device
     assert len(reasons) == 2 and "strategy.sharding" in reasons["ddp", "full_shard"]
 
 
-def test_results_are_written_whole_and_after_every_run(tmp_path: Path):
-    file = tmp_path / "results.json"
-    results = Results(file=file)
-    results.add_refused({"world_size": 2}, "because")
-    results.add_run({"losses": [1.5]})
-    refused = [{"spec": {"world_size": 2}, "reason": "because"}]
-    assert json.loads(file.read_text()) == {"runs": [{"losses": [1.5]}], "refused": refused}
-    assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
-
-
 def test_the_table_has_what_has_begun_and_fewer_figures_on_a_narrow_terminal():
     specs = [Spec().replace(sharding=sharding) for sharding in ("full_shard", "shard_grad_op", "zero1")]
     runs = {spec.id: ended(spec) for spec in specs[:2]}
@@ -121,20 +111,18 @@ def test_compare_on_real_ranks(tmp_path: Path):
     assert records[1]["step_time_ratio"] > 0 and told["comparison"]["recommendation"]
     assert 'id="fsdp-lab-records"' in (tmp_path / "report.html").read_text()
     assert [r["spec"]["strategy"]["backend"] for r in told["runs"]] == ["fsdp2", "ddp"]
-    assert len(told["refused"]) == 2
+    assert all("is not available with" in one["reason"] and one["spec"]["strategy"] for one in told["refused"])
+    assert len(told["refused"]) == 2 and {p.name for p in tmp_path.iterdir()} == {"out.json", "report.html"}
     for run in told["runs"]:
         assert set(run) == {*KEYS} and len(run["losses"]) == 5
         assert run["losses"] == pytest.approx(told["runs"][0]["losses"], rel=1e-4)
         assert 0 < sum(run["exposed_comm_s_per_step"].values()) < run["step_time_s"]["p90"]
 
 
-def test_a_spec_that_cannot_fit_names_the_option(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_spec_that_cannot_fit_names_the_option(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: object) -> None:
-        require_memory(
-            Spec().replace(model="gpt2-1m", micro_batch=4096), [("here", "cpu", 1 << 20, 1 << 20)] * 2, "lab.run"
-        )
+        spec = Spec().replace(model="gpt2-1m", micro_batch=4096)
+        require_memory(spec, [("here", "cpu", 1 << 20, 1 << 20)] * 2, "lab.run")
 
     monkeypatch.setattr("fsdp_lab.cli.run.train", refuse)
     assert main(["run", "--model", "gpt2-1m"]) == 2

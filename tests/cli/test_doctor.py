@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.cli import doctor
-from fsdp_lab.cli.doctor import Finding, State, TorchFacts, gpu_findings
+from fsdp_lab.cli.doctor import State, TorchFacts, gpu_findings
 from fsdp_lab.cli.jupyter import NEEDED, Server
 from fsdp_lab.cli.main import main
 from fsdp_lab.cluster.nvml import GpuProcess, GpuReport, GpuStatus
@@ -17,10 +17,6 @@ SOMEBODY = GpuProcess(pid=4242, name="python3", used_bytes=40000 * 2**20)
 USED = dataclasses.replace(IDLE, uuid="GPU-bb", used_bytes=40960 * 2**20, processes=(SOMEBODY,))
 TWO_H200 = GpuReport(gpus=(IDLE, USED), driver="580.95.05", driver_cuda="13.0")
 CUDA = TorchFacts(version="2.13.0", cuda_build="13.0", devices=2)
-
-
-def by_name(findings: list[Finding]) -> dict[str, Finding]:
-    return {finding.name: finding for finding in findings}
 
 
 BLIND = TorchFacts(version="2.13.0", cuda_build="13.0", cuda_error="the driver was not found")
@@ -43,7 +39,7 @@ HIDDEN = dataclasses.replace(TWO_H200, gpus=tuple(dataclasses.replace(gpu, proce
     ],
 )  # fmt: skip
 def test_gpus_their_users_and_their_driver(gpus: GpuReport, torch: TorchFacts, name: str, state: State, said: str):
-    found = by_name(gpu_findings(gpus, torch))[name]
+    (found,) = (f for f in gpu_findings(gpus, torch) if f.name == name)
     assert found.state is state and said in f"{found.value} {found.advice}"
 
 

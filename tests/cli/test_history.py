@@ -86,8 +86,6 @@ def test_a_file_that_cannot_be_used_is_a_sentence(tmp_path: Path, monkeypatch: p
 
 
 # -- `fsdp-lab report`
-
-
 def test_kept_runs_are_written(runs: list[Telling], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "both.html"
     ids = [run.id[:7] for run in runs]

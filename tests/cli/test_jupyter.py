@@ -126,10 +126,11 @@ def test_it_serves_until_ctrl_c_and_leaves_nothing(of: str, request: pytest.Fixt
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT, cwd=tmp_path)
     family: list[psutil.Process] = []
     try:
-        base, token = url_of(log, process)
-        assert {"01_live_dashboard.ipynb", "reference.md", "other_front_ends.md", "course"} <= {
-            file["name"] for file in ask(f"{base}/api/contents?token={token}")["content"]
-        }
+        url = re.compile(r"(http://127\.0\.0\.1:\d+)/lab/tree/\S+\?token=(\w+)")
+        until(lambda: url.search(log.read_text()) or process.poll() is not None, what="its URL")
+        ((base, token),) = set(url.findall(log.read_text()))
+        listed = {file["name"] for file in ask(f"{base}/api/contents?token={token}")["content"]}
+        assert {"01_live_dashboard.ipynb", "reference.md", "other_front_ends.md", "course"} <= listed
         settings = ask(f"{base}/lab/api/settings/@jupyterlab/apputils-extension:notification?token={token}")
         assert settings["schema"]["properties"]["fetchNews"]["default"] == "false", "no question about news"
         assert not settings["settings"] and not any("notification" in p.name for p in tmp_path.rglob("*settings*"))
@@ -146,14 +147,6 @@ def test_it_serves_until_ctrl_c_and_leaves_nothing(of: str, request: pytest.Fixt
             if p.is_running() if isinstance(p, psutil.Process) else p.poll() is None:
                 p.kill()
         process.wait()
-
-
-def url_of(log: Path, process: subprocess.Popen[bytes]) -> tuple[str, str]:
-    url = re.compile(r"(http://127\.0\.0\.1:\d+)/lab/tree/\S+\?token=(\w+)")
-    until(lambda: url.search(log.read_text()) or process.poll() is not None, what="its URL")
-    found = url.search(log.read_text())
-    assert found, log.read_text()
-    return found[1], found[2]
 
 
 def ask(url: str, data: dict[str, str] | None = None):

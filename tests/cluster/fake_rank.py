@@ -36,7 +36,8 @@ class Barrier:
     """Everyone waits for everyone; a flag that one rank brings is told to all."""
 
     def __init__(self, listener: socket.socket):
-        self.listener, self.place, self.links, self.flags = listener, place_of(listener), [], []
+        self.listener, self.place = listener, "{} {}".format(*listener.getsockname())
+        self.links, self.flags = [], []
         self.lock, self.closed = threading.Condition(), False
         threading.Thread(target=self.accept, daemon=True).start()
 
@@ -63,10 +64,6 @@ class Barrier:
                     for one in self.links:
                         one.sendall(max(self.flags))
                     self.links, self.flags = [], []
-
-
-def place_of(listener):
-    return "{} {}".format(*listener.getsockname())
 
 
 def host_store(address=None):

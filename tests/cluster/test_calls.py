@@ -114,8 +114,6 @@ def test_ranks_that_say_they_were_interrupted_did_not_fail(ladder):
 
 
 # -- an allocator's error becomes a sentence with a way out
-
-
 class OutOfMemoryError(RuntimeError):
     """torch's for a GPU, as far as it is read."""
 

@@ -103,7 +103,7 @@ def test_a_killed_rank_is_noticed_said_and_replaced(cluster: Cluster):
     call = cluster.submit("train", steps=10_000)
     until(lambda: cluster.status()[1].state == "train")
     os.kill(cluster.pids[1], signal.SIGKILL)
-    with pytest.raises(RankLost, match=r"rank 1 is gone: its process \d+ on .* was ended by SIGKILL .* doing train"):
+    with pytest.raises(RankLost, match=r"rank 1 is gone: its process \d+ on .* was ended by SIGKILL .* during train"):
         call.results()
     assert [(lost.rank, lost.doing) for lost in said] == [(1, "train")]
     dead = cluster.status()[1]

@@ -38,11 +38,8 @@ SOMEBODY = GpuProcess(pid=77, name="python", owner="bob", used_bytes=40 * GIB)
 def two_gpus(*processes: GpuProcess) -> GpuReport:
     """The second is used by the processes."""
     used = sum(process.used_bytes for process in processes)
-    idle, busy = (
-        GpuStatus(uuid="a", used_bytes=0, **H200),
-        GpuStatus(uuid="b", used_bytes=used, processes=processes, **H200),
-    )
-    return GpuReport(gpus=(idle, busy))
+    idle = GpuStatus(uuid="a", used_bytes=0, **H200)
+    return GpuReport(gpus=(idle, GpuStatus(uuid="b", used_bytes=used, processes=processes, **H200)))
 
 
 IN_USE = host(gpu(0, (SOMEBODY,)), gpu(1))
@@ -197,8 +194,6 @@ def test_an_engine_is_replaced_on_the_host_that_lacks_it_and_beyond_that_they_ta
 
 
 # -- which engine becomes which rank, and the names and addresses of hosts
-
-
 def endpoint(address: str, interface: str = "eth0"):
     return Endpoint(address=address, port=4000, interface=interface)
 

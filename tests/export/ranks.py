@@ -43,9 +43,8 @@ def in_the_lab(pool: Pool, specs: Mapping[str, Spec], steps: int) -> dict[str, l
 def torchrun(world_size: int, *arguments: str | Path, timeout_s: float = 480) -> str:
     """What the ranks printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
-    done = subprocess.run(
-        [*command, *map(str, arguments)], capture_output=True, text=True, timeout=timeout_s, cwd=SEVERAL.parents[2]
-    )
+    command += map(str, arguments)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=SEVERAL.parents[2])
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return done.stdout
 

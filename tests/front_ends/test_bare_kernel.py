@@ -1,5 +1,6 @@
 """Notebook 01 without JupyterLab: a plain kernel on its five sockets, with this environment's packages and with Colab's."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from fsdp_lab.dashboard.live import SILENCE_S
 from tests.front_ends.bare import BareFrontEnd, RemotePage
-from tests.front_ends.colab import COLAB, KERNEL_PACKAGES
+from tests.front_ends.test_colab import COLAB, KERNEL_PACKAGES
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -33,11 +34,9 @@ def started(mark: str) -> list[psutil.Process]:
     """The kernel and all that it has started, whoever their parents are now."""
     found = []
     for process in psutil.process_iter():
-        try:
+        with contextlib.suppress(psutil.Error):
             if process.environ().get(MARK) == mark:
                 found.append(process)
-        except psutil.Error:
-            continue
     return found
 
 
@@ -102,18 +101,13 @@ def test_notebook_01_in_a_kernel_that_is_not_ours(front_end: BareFrontEnd, tmp_p
     words = [psutil.Process(pid).cmdline()[1:3] for pid in others]
     assert words and all(m == "-m" and name.startswith(CLUSTER) for m, name in words), "no server of pages"
     assert {ip for ports in [at_first, *others.values()] for ip, _ in ports} == {"127.0.0.1"}
-    nobody_acknowledges(front_end, page)
-    front_end.press("Stop")
-    front_end.wait(lambda: front_end.run("print(lab.current.state.over)") == "True\n", 60, "the end of the run")
-    front_end.run("lab.close()")
-
-
-def nobody_acknowledges(front_end: BareFrontEnd, page: RemotePage) -> None:
-    """The run goes on, and messages wait in the kernel, as rows that it has anyway."""
-    page.acknowledges = False
+    page.acknowledges = False  # the run goes on, and messages wait in the kernel, as rows that it has anyway
     ticks, step, began_s = page.seq, steps_of(page), time.monotonic()
     front_end.wait(lambda: int(front_end.run("print(lab.current.step)")) >= step + 20, 120, "twenty more steps")
     assert page.seq - ticks <= 3 + (time.monotonic() - began_s) / SILENCE_S, "two messages, then one in two seconds"
+    front_end.press("Stop")
+    front_end.wait(lambda: front_end.run("print(lab.current.state.over)") == "True\n", 60, "the end of the run")
+    front_end.run("lab.close()")
 
 
 @pytest.mark.nightly

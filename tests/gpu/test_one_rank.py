@@ -147,7 +147,7 @@ def alone_s(kernels: Iterable[tuple[int, int, bool]]) -> float:
     return found_ns / 1e9
 
 
-def _kernels_around_a_gap() -> tuple[list[Any], float]:
+def test_a_range_around_a_gap_hides_no_exposed_communication() -> None:
     """A product, a sleep on another stream for which the first one waits, and a product; inside one range."""
     side, a = torch.cuda.Stream(), torch.ones(2048, 2048, device="cuda")
     a @ a
@@ -168,14 +168,9 @@ def _kernels_around_a_gap() -> tuple[list[Any], float]:
                              device_type=e.device_type, is_user_annotation=e.is_user_annotation,
                              start_ns=e.start_ns, end_ns=e.end_ns) for e in events]  # fmt: skip
     assert any(e.is_user_annotation() and e.device_type() == DeviceType.CUDA for e in events)
-    return named, (slept.end_ns() - slept.start_ns()) / 1e9
-
-
-def test_a_range_around_a_gap_hides_no_exposed_communication() -> None:
-    events, slept_s = _kernels_around_a_gap()
-    found = KernelTimes.of(events).exposed_s
+    found, slept_s = KernelTimes.of(named).exposed_s, (slept.end_ns() - slept.start_ns()) / 1e9
     assert found is not None and found["all_gather"] == pytest.approx(slept_s, rel=0.05)
-    assert found["all_gather"] == pytest.approx(alone_s(kernels_in(events)))
+    assert found["all_gather"] == pytest.approx(alone_s(kernels_in(named)))
 
 
 def test_a_batch_on_the_gpu_stays_there() -> None:

@@ -33,6 +33,5 @@ class RecordedRun(RunQueries):
 def told(spec: Spec, events: Iterable[Mapping[str, Any] | StepEvent], **more: Any) -> RecordedRun:
     store = EventStore()
     store.add(events)
-    return RecordedRun(
-        spec=spec, events=store, switches=[Switch(step=0, before=None, after=spec, seconds=0.1, carried=False)], **more
-    )
+    first = Switch(step=0, before=None, after=spec, seconds=0.1, carried=False)
+    return RecordedRun(spec=spec, events=store, switches=[first], **more)

@@ -18,27 +18,21 @@ def past(run: str = "r", spec: Spec = SPEC, *, steps: int = 30, step_s: float = 
     """A run of `steps` steps of about `step_s`, in `rounds` turns that begin `every_s` apart, each `drift` slower than the
     one before. The first step of a turn is six times as long. `more` are fields of `RecordedRun`."""
     chance = random.Random(f"{run} {seed}")
-    events: list[StepEvent] = []
+    events, peak = list[StepEvent](), peak_mib * MIB
     each = -(-steps // rounds)
     for step in range(steps):
         turn, place = divmod(step, each)
         took = step_s * (1 + noise * chance.uniform(-1, 1)) * (1 + drift * turn) * (6 if not place else 1)
         at = begin_unix_s + turn * every_s + (place + 1) * step_s
         loss = dict.fromkeys(("loss", "mean_loss"), 5.0 - 0.05 * step + loss_off)
-        events += step_of(spec, run, step, took, at, peak_mib * MIB, first_after_switch=not place, **loss)
+        gathers = Traffic(calls=4, link_bytes=1000, seconds=0.2 * took, exposed_seconds=0.05 * took)
+        for rank in range(spec.world_size):
+            held = peak + rank * MIB
+            at_peak = RoleBytes(parameters_bytes=peak // 2, activations_bytes=held - peak // 2)
+            memory = Memory(peak_bytes=held, outside_bytes=7 * MIB, limit_bytes=1000 * MIB, at_peak=at_peak)
+            events.append(event(
+                rank, step, spec, run=run, end_unix_s=at, step_time_s=took * (1 - 0.1 * rank), peak_flops_per_s=1e11,
+                peak_source="measured", notes=("CPU and Gloo: not a GPU's.",), first_after_switch=not place,
+                comm={"all_gather": gathers}, memory=memory, **loss,
+            ))  # fmt: skip
     return told(spec, events, **{"id": run, "environment": ENVIRONMENT, **more})
-
-
-def step_of(spec: Spec, run: str, step: int, took: float, at: float, peak: int, **more: Any) -> list[StepEvent]:
-    return [
-        event(
-            rank, step, spec, run=run, end_unix_s=at, step_time_s=took * (1 - 0.1 * rank), peak_flops_per_s=1e11,
-            peak_source="measured", notes=("CPU and Gloo: not a GPU's.",), **more,
-            comm={"all_gather": Traffic(calls=4, link_bytes=1000, seconds=0.2 * took, exposed_seconds=0.05 * took)},
-            memory=Memory(
-                peak_bytes=peak + rank * MIB, outside_bytes=7 * MIB, limit_bytes=1000 * MIB,
-                at_peak=RoleBytes(parameters_bytes=peak // 2, activations_bytes=peak // 2 + rank * MIB),
-            ),
-        )
-        for rank in range(spec.world_size)
-    ]  # fmt: skip

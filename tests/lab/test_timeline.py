@@ -116,7 +116,7 @@ def test_the_store_keeps_the_spans_of_the_newest_traced_steps():
     assert few.traced()[-1].number == 3
 
 
-def test_each_step_of_each_rank_is_kept_once_and_what_was_lost_on_the_way_is_added():
+def test_each_step_of_each_rank_is_kept_once_what_was_lost_on_the_way_is_added_and_columns_are_by_rank():
     """A chunk's return value brings all its steps again."""
     store = EventStore()
     assert store.add([e.to_dict() for e in steps(0, 1)]) == 4
@@ -124,9 +124,6 @@ def test_each_step_of_each_rank_is_kept_once_and_what_was_lost_on_the_way_is_add
     store.add([event(0, 4), event(0, 5)])
     store.add([event(0, s) for s in range(6)])
     assert sorted(e.step for e in store.since()[0] if e.rank == 0) == [0, 1, 2, 3, 4, 5]
-
-
-def test_columns_by_rank():
     store = EventStore()
     store.add(steps(0, 1))
     columns, cursor = store.columns("step", "tflops", "memory.peak_bytes")

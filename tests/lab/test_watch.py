@@ -101,7 +101,7 @@ def test_a_rank_that_raises_frees_the_others_and_says_why(real_lab: Lab) -> None
 
 
 # -- under torchrun ---------------------------------------------------------------------------------------------------
-
+STORED = LOOP.replace("tokens=4", "history=path").replace("watch.step()", "watch.step(tokens=4)")
 SCRIPT = f"""
 import os, sys, time
 import torch.distributed as dist
@@ -113,15 +113,8 @@ for group in ("lab",) if fails else ("torch", "lab"):
         fsdp_lab.init_process_group()
     else:
         dist.init_process_group("gloo")
-{textwrap.indent(textwrap.dedent(BUILD), "    ")}
-    with fsdp_lab.watch(net, adam, history=path) as watch:
-        for i in range(30):
-            with watch.step(tokens=4):
-                loss = net(torch.ones(4, 32)).square().mean()
-                loss.backward()
-                adam.step()
-                adam.zero_grad()
-                watch.loss(loss)
+{BUILD}
+{STORED.format(steps=30, then="")}
             while i == 10 and not os.path.exists(path + ".seen"):
                 time.sleep(0.01)
             if fails and i == 20 and dist.get_rank() == 0:

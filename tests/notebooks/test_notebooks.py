@@ -123,9 +123,8 @@ def run(nbformat: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
 def solved_loop(nbformat: Any, notebook: Any) -> list[Any]:
     """The exercise of 08 as cells: the loop with the answer of solutions/exercises.py, and its check."""
     answer = runpy.run_path(str(NOTEBOOKS / "solutions" / "exercises.py"))["LOOP"].strip("\n")
-    loop, check = (
-        next(c.source for c in notebook.cells if text in c.source) for text in ("four of these", "accumulates(")
-    )
+    sources = [c.source for c in notebook.cells]
+    loop, check = (next(s for s in sources if text in s) for text in ("four of these", "accumulates("))
     begin, end = loop.index("            value = net("), loop.index("            adam.step()")
     return [nbformat.v4.new_code_cell(text) for text in (f"{loop[:begin]}{answer}\n{loop[end:]}", check)]
 

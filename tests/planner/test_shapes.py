@@ -63,7 +63,7 @@ def test_products_are_those_that_are_counted(name: str) -> None:
     assert 3 * shape_for(name).forward_flops(128) == pytest.approx(counted, rel=0.003)
 
 
-def test_kernels_are_those_that_a_gpu_ran() -> None:
+def test_kernels_are_those_that_a_gpu_ran_and_move_what_their_tensors_are() -> None:
     """tests/results/h100.txt: 870 kernels in a step of the plain model in bf16, and of an optimizer that launches some ten
     operations, 320 chunks of 64 Ki elements at a time."""
     shape = shape_for("gpt2-124m")
@@ -71,11 +71,8 @@ def test_kernels_are_those_that_a_gpu_ran() -> None:
     update = 10 * math.ceil(shape.parameters / (320 << 16))
     assert forward + backward + update == pytest.approx(870, rel=0.2) and forward < backward
     assert sum(unit.kernels["half"][0].count for unit in shape_for("gpt2-124m", "every:5").units) == forward
-
-
-def test_what_kernels_move_is_what_their_tensors_are() -> None:
-    """Of a head: logits in bf16 to fp32, a log-softmax that reads its rows three times, and the loss, on 50,257 words."""
-    head = shape_for("gpt2-124m").units[0].kernels["half"]
+    # Of a head: logits in bf16 to fp32, a log-softmax that reads its rows three times, and the loss, on 50,257 words.
+    head = shape.units[0].kernels["half"]
     words, moved = 50257, head[0].size.bytes_of(8, 1024) / (8 * 1024)
     assert moved == pytest.approx(words * ((2 + 4) + (3 * 4 + 4) + 4), rel=0.03)
     assert head[1].size.bytes_of(16, 1024) == pytest.approx(2 * head[1].size.bytes_of(8, 1024), rel=0.02)

@@ -25,7 +25,7 @@ def event(**changes: object) -> StepEvent:
     return StepEvent(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def test_json_both_ways() -> None:
+def test_json_both_ways_and_an_event_that_was_stored_before_some_fields_has_their_defaults() -> None:
     assert StepEvent.from_dict(json.loads(json.dumps(event().to_dict()))) == event()
     classes = RoleBytes(parameters_bytes=3, activations_bytes=4)
     sample = MemorySample(at_s=0.25, phase="backward", unit="h.0", moment="highest", classes=classes)
@@ -33,9 +33,6 @@ def test_json_both_ways() -> None:
     assert StepEvent.from_dict(json.loads(json.dumps(whole.to_dict()))) == whole
     evaluated = event(eval_loss=2.25)
     assert StepEvent.from_dict(json.loads(json.dumps(evaluated.to_dict()))) == evaluated
-
-
-def test_an_event_that_was_stored_before_some_fields_has_their_defaults() -> None:
     told = event(input_s=0.5, memory=Memory(alloc_retries=2, ooms=1))
     stored = json.loads(json.dumps(told.to_dict()))
     assert StepEvent.from_dict(stored) == told
@@ -65,8 +62,6 @@ def test_what_is_derived() -> None:
 
 
 # -- frames
-
-
 def holding(**changes: object) -> ParameterHolding:
     fields: dict[str, object] = {
         "name": "h.0.weight", "unit": "h.0", "numel": 10, "start": 5, "stop": 10, "state": "sharded", "gradient": "none",

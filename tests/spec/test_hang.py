@@ -84,9 +84,8 @@ def test_a_wait_that_another_rank_has_only_begun_blames_nobody_else():
 
 def test_ranks_that_wait_for_each_other_are_told_so_and_none_is_absent():
     a, b = issued(4, group="a", size=2), issued(9, "all_reduce", "h.2", "b", size=2)
-    hang = diagnosed(
-        beat(0, a, 9, peers=(0, 1), counts={"a": 5, "b": 9}), beat(1, b, 8, peers=(0, 1), counts={"a": 4, "b": 10})
-    )
+    zero = beat(0, a, 9, peers=(0, 1), counts={"a": 5, "b": 9})
+    hang = diagnosed(zero, beat(1, b, 8, peers=(0, 1), counts={"a": 4, "b": 10}))
     assert hang.ranks == (1,) and hang.absent == () and hang.collective == a
     assert "the last collective of rank 1 is all_reduce of unit h.2; the ranks wait for each other" in hang.sentence
 

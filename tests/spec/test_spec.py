@@ -87,7 +87,7 @@ def test_hybrid_sharding_on_too_few_ranks_names_enough(ranks: int, enough: int) 
     assert again is not None and again.fix == {"devices": ["cpu"] * enough}, "CPUs that were named stay CPUs"
 
 
-@pytest.mark.parametrize(("changes", "field"), [
+@pytest.mark.parametrize(("changes", "said"), [
     ({"backend": "horovod"}, "strategy.backend"), ({"backend": "ddp"}, "strategy.sharding"),
     ({"backend": "fsdp2", "sharding": "zero1"}, "strategy.sharding"), ({"sharding": "hybrid_shard"}, "strategy.sharding"),
     ({"sharding": "hybrid_shard", "world_size": 4, "shard_size": 3}, "strategy.shard_size"),
@@ -130,11 +130,21 @@ def test_hybrid_sharding_on_too_few_ranks_names_enough(ranks: int, enough: int) 
     ({"text_field": 3}, "workload.text_field"), ({"packing": "tight"}, "workload.packing"),
     ({"world_size": 0}, "world_size"), ({"world_size": 1 << 70, "sharding": "hybrid_shard"}, "world_size"),
     ({"devices": ["cpu"]}, "devices"), ({"devices": ["cpu", "cuda:0"]}, "devices"), ({"momentum": 0.9}, "momentum"),
+    ({"lr_schedule": "cosine"}, "workload.decay_steps: cosine needs the step at which it ends; give one, such as 1000"),
+    ({"lr_schedule": "linear", "warmup_steps": 5, "decay_steps": 5},
+     "workload.decay_steps: 5 is not after the 5 steps of the warm-up; give a later step, or fewer warmup_steps"),
+    ({"decay_steps": 5}, "workload.decay_steps: a constant rate has no end; leave it out, or use lr_schedule linear or"),
+    ({"lr_end": 0.1}, "workload.lr_end: a constant rate has no end"),
+    ({"lr_schedule": "step"}, "workload.lr_schedule: 'step' is refused; give one of constant, linear, cosine"),
+    ({"lr_end": 1.5}, "workload.lr_end: 1.5 is refused; give a share of lr, from 0 to 1"),
+    ({"warmup_steps": -1}, "workload.warmup_steps: -1 is refused"),
 ], ids=str)  # fmt: skip
-def test_each_field_is_refused_by_its_name(changes: dict[str, Any], field: str) -> None:
+def test_each_field_is_refused_by_its_name_and_after_the_way_out_another_one_or_none(changes: Any, said: str) -> None:
     refusal = Spec().validate(**changes)
-    assert refusal is not None and refusal.field == field
+    assert refusal is not None and refusal.field == said.partition(": ")[0] and str(refusal).startswith(said)
     assert str(refusal) == f"{refusal.field}: {refusal.reason}; {refusal.hint}"
+    after = Spec().validate(**{**changes, **refusal.fix})
+    assert not refusal.fix or after is None or after.field != refusal.field
 
 
 def test_every_field_says_what_it_is_takes_and_is_by_default_in_help_repr_and_table() -> None:
@@ -249,17 +259,14 @@ def test_arguments_of_another_optimizer_are_refused_with_it_and_the_way_out_is_t
     assert spec.replace(optimizer="sgd", **refusal.fix).workload.torch_optimizer.is_fused
 
 
-def test_the_default_gathers_one_ahead_under_lab_and_changes_nothing_of_torchs() -> None:
+def test_the_default_gathers_one_ahead_under_lab_and_a_number_is_for_backends_that_have_it() -> None:
     for backend in vocabulary.BACKENDS:
         sharding = "no_shard" if backend == "ddp" else "full_shard"
         own = Spec().replace(backend=backend, sharding=sharding).strategy
         assert own.forward_depth == own.schedule_rules.forward_prefetch == (1 if backend == "lab" else 0)
         given = Strategy(backend=backend, sharding=sharding, forward_prefetch=0)
         assert given.forward_depth == given.schedule_rules.forward_prefetch == 0
-
-
-def test_a_backend_can_be_changed_with_the_default_and_is_refused_with_a_number_that_it_has_not() -> None:
-    lab = Spec()
+    lab = Spec()  # its default can be changed to any backend's
     for backend, sharding, refused in (("fsdp2", "full_shard", ()), ("fsdp1", "full_shard", (2, 3)),
                                        ("ddp", "no_shard", (1, 2, 3))):  # fmt: skip
         other = lab.replace(backend=backend, sharding=sharding)
@@ -291,23 +298,6 @@ def test_a_rate_is_constant_or_begins_in_full_and_stays_at_its_end() -> None:
     assert cosine == pytest.approx([0.5, 1.0, 1.0, 0.868198, 0.55, 0.231802, 0.1], abs=1e-6) and cosine[-1] == 0.1
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    ({"lr_schedule": "cosine"}, "workload.decay_steps: cosine needs the step at which it ends; give one, such as 1000"),
-    ({"lr_schedule": "linear", "warmup_steps": 5, "decay_steps": 5},
-     "workload.decay_steps: 5 is not after the 5 steps of the warm-up; give a later step, or fewer warmup_steps"),
-    ({"decay_steps": 5}, "workload.decay_steps: a constant rate has no end; leave it out, or use lr_schedule linear or"),
-    ({"lr_end": 0.1}, "workload.lr_end: a constant rate has no end"),
-    ({"lr_schedule": "step"}, "workload.lr_schedule: 'step' is refused; give one of constant, linear, cosine"),
-    ({"lr_end": 1.5}, "workload.lr_end: 1.5 is refused; give a share of lr, from 0 to 1"),
-    ({"warmup_steps": -1}, "workload.warmup_steps: -1 is refused"),
-], ids=str)  # fmt: skip
-def test_a_schedule_without_a_meaning_is_refused_with_a_way_out(given: dict[str, Any], said: str) -> None:
-    refused = Spec().validate(**given)
-    assert refused is not None and str(refused).startswith(said)
-    if refused.fix:
-        assert Spec().validate(**{**given, **refused.fix}) is None
-
-
 def test_a_spec_without_a_schedule_keeps_its_id() -> None:
     before = Spec().to_dict()
     for name in ("lr_schedule", "warmup_steps", "decay_steps", "lr_end"):
@@ -330,7 +320,7 @@ def test_a_field_as_text(name: str, value: object, text: str):
     assert describe_field(name, value) == text
 
 
-def test_fields_that_are_off_are_left_out_unless_all_are_and_changes_as_text():
+def test_fields_that_are_off_are_left_out_unless_all_are_changes_as_text_and_a_dict_that_is_no_spec():
     flat = Spec().replace(offload="all").flat()
     assert describe_fields(flat, ("compile", "offload", "clip_norm")) == "offload all"
     assert describe_fields(flat, ("compile", "clip_norm")) == "no compile no clip norm"
@@ -340,9 +330,6 @@ def test_fields_that_are_off_are_left_out_unless_all_are_and_changes_as_text():
     after = before.replace(sharding="shard_grad_op", compile=True, link=None, precision=Precision(param="bf16"))
     said = "sharding full_shard → shard_grad_op, precision fp32 → bf16/fp32, compile off → on, link 0.25 GB/s → off"
     assert describe_changes(before.difference(after)) == said
-
-
-def test_a_dict_that_is_no_spec_has_all_fields():
     flat = flat_fields({"strategy": {"backend": "ddp", "sharding": "full_shard"}, "world_size": 3})
     assert flat == Spec().flat() | {"backend": "ddp", "world_size": 3}
     assert differing_fields([flat, Spec().flat()]) == ("backend", "world_size")

@@ -213,9 +213,10 @@ def fit_errors(rows: Responses, start: TimeErrors = PUBLISHED_ERRORS) -> TimeErr
     """The sizes of all kinds that are not `GIVEN`, the floor, and the quantiles."""
     best, least = start, _score(rows, start)
     for _ in range(TURNS):
-        for change in _changes():
+        for kind in (*(kind for kind in RateKind if kind not in GIVEN), None):  # None: the floor
             for size in GRID:
-                candidate = change(best, size)
+                change = {"sizes": {**best.sizes, kind: size}} if kind else {"floor": size or best.floor}
+                candidate = replace(best, **change)  # type: ignore[arg-type]
                 if (score := _score(rows, candidate)) < least - 1e-9:
                     best, least = candidate, score
     return with_quantiles(rows, best)
@@ -244,14 +245,6 @@ def memory_quantiles(errors: Sequence[float], sources: Sequence[str]) -> Quantil
     """errors: ln(measured / predicted) of peaks. Nothing of memory is fitted, so no row is left out."""
     sizes, weights = np.abs(np.array(errors)), source_weights(sources)
     return Quantiles(tuple(weighted_quantile(sizes, weights, level) for level in LEVELS))
-
-
-def _changes() -> list[Callable[[TimeErrors, float], TimeErrors]]:
-    def of_kind(kind: RateKind) -> Callable[[TimeErrors, float], TimeErrors]:
-        return lambda errors, size: replace(errors, sizes={**errors.sizes, kind: size})
-
-    return [*(of_kind(kind) for kind in RateKind if kind not in GIVEN),
-            lambda errors, size: replace(errors, floor=size or errors.floor)]  # fmt: skip
 
 
 def _score(rows: Responses, errors: TimeErrors) -> float:

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from fsdp_lab.planner.devices import PUBLISHED, Machine, Rates, machine
 from fsdp_lab.planner.memory import MemoryPlan
 from fsdp_lab.planner.model_shape import ModelShape
 from fsdp_lab.planner.plan import Plan
+from fsdp_lab.planner.step import step_seconds
 from fsdp_lab.spec.spec import Spec
 from tests.planner.research.models import NamedModel, gpt_model, named_model, shape_of
-from tests.planner.research.software import planned, planned_memory, planned_s
+from tests.planner.research.software import SoftwareComputing, planned, planned_memory
 from tests.planner.research.tape import Attention, Software
 
 Row = Mapping[str, str]
@@ -63,7 +65,8 @@ class PublishedCase:
 
     def predicted_s(self, rates: Rates = PUBLISHED) -> float:
         """Seconds of a step."""
-        return planned_s(self.spec, self.shape, self.machine, self.software, rates)
+        computing = partial(SoftwareComputing, software=self.software)
+        return step_seconds(self.spec, self.shape, self.machine, rates, computing)
 
 
 @dataclass

@@ -6,13 +6,13 @@ from typing import Any
 
 from fsdp_lab.planner import costs
 from fsdp_lab.planner.costs import FLASH2, Bytes, Computing, arithmetic, blocks_of, memory_traffic, traffic_bytes
-from fsdp_lab.planner.devices import PUBLISHED, Machine, Rates
+from fsdp_lab.planner.devices import Machine
 from fsdp_lab.planner.memory import CONTEXT_BYTES, MODELS, MemoryPlan, memory
 from fsdp_lab.planner.memory_models.base import GRADIENTS, OPTIMIZER, PARAMETERS, MemoryModel
 from fsdp_lab.planner.memory_models.fsdp import DDPMemory, FSDP1Memory
 from fsdp_lab.planner.model_shape import ModelShape, UnitShape
 from fsdp_lab.planner.plan import Plan, plan
-from fsdp_lab.planner.step import recomputed, step_seconds
+from fsdp_lab.planner.step import recomputed
 from fsdp_lab.spec.spec import Spec
 from tests.planner.research.tape import Attention, Software, dense_tape
 
@@ -141,8 +141,3 @@ def planned(spec: Spec, shape: ModelShape, machine: Machine, software: Software)
     found = plan(spec, taped(spec, shape, software), machine, computing=partial(SoftwareComputing, software=software))
     assumed: dict[str, Any] = {**found.assumed, "attention": software.attention.value}
     return replace(found, assumed=assumed, memory=planned_memory(spec, shape, software))
-
-
-def planned_s(spec: Spec, shape: ModelShape, machine: Machine, software: Software, rates: Rates = PUBLISHED) -> float:
-    """Seconds of a step."""
-    return step_seconds(spec, shape, machine, rates, partial(SoftwareComputing, software=software))

@@ -333,7 +333,9 @@ def _root(shape: ModelShape, dtype: str, software: Software, compiled: bool) -> 
     unit = shape.units[0]
     item, vocabulary, h = BYTES[dtype], unit.products[-1].outputs, unit.boundary_elements
     x, logits, logits32 = tokens(item * h), tokens(item * vocabulary), tokens(4.0 * vocabulary)
-    biases, table = pairs(_BIAS_ITEM * _bias_heads(shape)), SizeFormula(((0, 0, item * float(unit.parameters[0])),))
+    # Heads with a bias for every pair of tokens: of a T5's encoder, its decoder, and between them.
+    heads = sum({id(block): block.heads for block in shape.units[1:] if _keeps_pairs(block)}.values())
+    biases, table = pairs(_BIAS_ITEM * heads), SizeFormula(((0, 0, item * float(unit.parameters[0])),))
     is_tied = sum(n == vocabulary * h for n in unit.parameters) == 1
     is_cast, head = item != 4, 0 if is_tied else 1  # head: index of the head's weight
 
@@ -364,12 +366,6 @@ def _root(shape: ModelShape, dtype: str, software: Software, compiled: bool) -> 
         end += free(table) if i == 0 and is_tied else []  # both of its gradients become one
         end.append(TapeChange(ARRIVED, size, 0, i))
     return tuple(alloc(x, biases)), tuple(forward), tuple(backward), tuple(end + free(x))
-
-
-def _bias_heads(shape: ModelShape) -> float:
-    """Heads that have a bias for every pair of tokens: of a T5's encoder, its decoder, and between them."""
-    blocks = {id(unit): unit for unit in shape.units[1:] if _keeps_pairs(unit)}
-    return float(sum(unit.heads for unit in blocks.values()))
 
 
 def _keeps_pairs(unit: UnitShape) -> bool:

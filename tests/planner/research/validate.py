@@ -56,7 +56,7 @@ def validate(rows: Sequence[Row]) -> dict[str, Any]:
         "constant_mfu": summary(constant), "by_binding": grouped(held, binding), "by_ranks": grouped(held, size_class),
         "coverage": covered.to_dict(), "stress": [row.to_dict() for row in stress],
         "checks": [vars(check) for check in checks(rows)], "refused": dict(refused),
-        "memory": [peak.to_dict() for peak in memory_rows(rows)[0]],
+        "memory": [vars(peak) for peak in memory_rows(rows)[0]],
     }  # fmt: skip
 
 
@@ -214,9 +214,6 @@ class MemoryRow:
     def error(self) -> float:
         """Relative to the measurement."""
         return self.predicted_bytes / self.measured_bytes - 1
-
-    def to_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
 
 
 def memory_rows(rows: Iterable[Row]) -> tuple[list[MemoryRow], list[tuple[str, str]]]:
