@@ -61,10 +61,8 @@ def run(args: argparse.Namespace) -> int:
 
     console = terminal()
     sweep = compare(console, specs, args.steps, args.rounds, results, hosts) if specs else None
-    rows: list[RunView | Refusal] = [
-        *(sweep.in_order if sweep else ()),
-        *(Refusal(combination, error.words) for combination, error in refused),
-    ]
+    rows: list[RunView | Refusal] = [*sweep.in_order] if sweep else []
+    rows += [Refusal(combination, error.words) for combination, error in refused]
     lines = list(Comparison.of(rows).reasons())
     if sweep is not None and len(results.runs) > 1:
         lines += sweep.recommend().lines()
@@ -126,12 +124,9 @@ def collect(sweep: Sweep, results: Results) -> None:
         elif len(run.events):
             results.add_run(run.summary())
     if results.runs:
-        compared, advice = sweep.comparison(), sweep.recommend()
-        results.comparison = {
-            "baseline": compared.baseline,
-            "records": compared.records(),
-            "recommendation": advice.lines(),
-        }
+        compared, advice = sweep.comparison(), sweep.recommend().lines()
+        records = compared.records()
+        results.comparison = {"baseline": compared.baseline, "records": records, "recommendation": advice}
     results.write()
 
 

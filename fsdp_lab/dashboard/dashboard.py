@@ -54,14 +54,8 @@ class Dashboard:
         self._keep_button = self._controls.add_button("Keep as A", "thumb-tack", keep, self._keep)
         self._slow = SlowMotionBox(lab, wanted=self._controls.slow_motion_spec)
         self.diagnosis = DiagnosisBox(choose=self._controls.accept)
-        in_tabs = {
-            "compare": self._sweep_form.widget,
-            "runs": self._runs.widget,
-            "settings": self._controls.settings,
-            "safety": self._safety.widget,
-            "slow": self._slow.widget,
-            "generate": self._writing.widget,
-        }
+        in_tabs = {"compare": self._sweep_form.widget, "runs": self._runs.widget, "settings": self._controls.settings}
+        in_tabs |= {"safety": self._safety.widget, "slow": self._slow.widget, "generate": self._writing.widget}
         tabbed = [styled(widget, "fsdp-tab", f"fsdp-tab-{name}") for name, widget in in_tabs.items()]
         shown = [self._controls.widget, self.diagnosis.widget, self._live, *tabbed]
         self.widget = styled(widgets.VBox(shown), "fsdp-lab")  # to be put into a layout of your own

@@ -25,7 +25,7 @@ from fsdp_lab.runs.history import StoredRun
 from fsdp_lab.runs.sweep import ROUNDS, combine
 from fsdp_lab.runs.view import RunQueries, RunView
 from fsdp_lab.spec import describe
-from fsdp_lab.spec.describe import describe_strategy, field_title
+from fsdp_lab.spec.describe import describe_field, describe_strategy, field_title
 from fsdp_lab.spec.spec import FIELDS, Spec
 
 COMBINED: Mapping[str, Sequence[Any]] = {
@@ -205,9 +205,7 @@ class RunsForm(InputForm):
         self._stored: Mapping[str, RunView] = {}
         about = "Names this run in lists, comparisons and reports"
         self._name = self._text("name", "baseline", about, RunQueries.rename)
-        self._note = self._text(
-            "note", "what is tried here", "A note that is stored with this run", RunQueries.annotate
-        )
+        self._note = self._text("note", "what is tried here", "A note that is stored with the run", RunQueries.annotate)
         report = self.button("Save report", "file-text-o", "Write what is compared to one HTML file", self.report)
         show = "Bring the marked runs into the comparison, where their curves and figures are beside this run's"
         self._compare = self.button("Compare marked", "columns", show, self.compare)
@@ -322,7 +320,7 @@ class DiagnosisBox(InputForm):
             put(
                 self._cure,
                 "description",
-                ", ".join(describe.describe_field(n, v) for n, v in d.changes.items()) or "Apply",
+                ", ".join(describe_field(n, v) for n, v in d.changes.items()) or "Apply",
             )
             put(self._cure.layout, "display", "" if d.changes else HIDDEN)
         put(self.widget.layout, "display", "" if diagnoses else HIDDEN)

@@ -139,13 +139,11 @@ class _Match:
         if not (missing or misshapen or extra):
             return
         shapes = [f"{name}: {self.misshapen[name]}" for name in misshapen]
+        found = {"lack {} of the model's tensors": missing, "have {} of another shape": shapes}
+        found["have {} that it has no place for"] = extra
         said = [
             f"{what.format(len(names))} ({', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''})"
-            for what, names in (
-                ("lack {} of the model's tensors", missing),
-                ("have {} of another shape", shapes),
-                ("have {} that it has no place for", extra),
-            )
+            for what, names in found.items()
             if names
         ]
         patterns = [*fresh, *smallest_patterns({*missing, *misshapen, *extra}, self._names)]

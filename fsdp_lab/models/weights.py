@@ -187,10 +187,9 @@ def _joined(name: str, entries: "Sequence[_Entry]") -> StoredTensor:
     rows = [max(e.offsets[0] + e.sizes[0] for e in entries)] if first.sizes else []
     shape = (*rows, *first.sizes[1:])
     row = math.prod(shape[1:])
-    parts = [
-        FilePart(path=e.path, begin=row * sum(e.offsets[:1]), numel=math.prod(e.sizes), begin_byte=e.begin_byte)
-        for e in entries
-    ]
+    begins = [row * sum(e.offsets[:1]) for e in entries]
+    pairs = zip(begins, entries, strict=True)
+    parts = [FilePart(path=e.path, begin=n, numel=math.prod(e.sizes), begin_byte=e.begin_byte) for n, e in pairs]
     if any(e.sizes[1:] != shape[1:] or any(e.offsets[1:]) for e in entries):
         hint = "write them with HuggingFaceStorageWriter(enable_consolidation=True)"
         raise _broken(f"{first.path.parent} has {name} in parts that are not whole rows", hint)

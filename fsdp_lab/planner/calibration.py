@@ -273,11 +273,8 @@ class Calibration:
 
 def _curves(rows: Mapping[str, Sequence[Sequence[float]]], size: int) -> dict[str, Curve]:
     """Curves by link bytes, from rows by payload bytes."""
-    return {
-        kind: Curve.of((link_bytes(kind, payload, size), seconds) for payload, seconds in each)
-        for kind, each in rows.items()
-        if kind in PASSES
-    }
+    sent = {kind: [(link_bytes(kind, n, size), s) for n, s in rows[kind]] for kind in rows if kind in PASSES}
+    return {kind: Curve.of(each) for kind, each in sent.items()}
 
 
 def _mean(each: Sequence[Any]) -> Any:

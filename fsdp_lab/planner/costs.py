@@ -14,8 +14,6 @@ network; groups on the same hosts share it. Switches of Hopper's hosts and later
 all-reduce inside such a host sends each byte once instead of twice.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -173,7 +171,7 @@ def saved_bytes(unit: UnitShape, tokens: int, dtype: str) -> float:
 
 
 def traffic_bytes(
-    unit: UnitShape, tokens: int, dtype: str, traffic: Bytes | None, *, fused: bool
+    unit: UnitShape, tokens: int, dtype: str, traffic: "Bytes | None", *, fused: bool
 ) -> tuple[float, float]:
     """Bytes of a sample's forward and backward, from the traffic of a token; None: in proportion to what is saved."""
     size = unit.share * tokens * BYTES[dtype] / 2

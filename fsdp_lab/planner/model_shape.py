@@ -4,8 +4,6 @@
 of the plain model, ordered by time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -35,7 +33,7 @@ class SizeFormula:
 
     terms: tuple[tuple[int, int, float], ...]
 
-    def __add__(self, other: SizeFormula) -> SizeFormula:
+    def __add__(self, other: "SizeFormula") -> "SizeFormula":
         terms: dict[tuple[int, int], float] = {}
         for b, t, c in (*self.terms, *other.terms):
             terms[b, t] = terms.get((b, t), 0) + c
@@ -52,7 +50,7 @@ class Kernels:
     count: float
     size: SizeFormula
 
-    def __add__(self, other: Kernels) -> Kernels:
+    def __add__(self, other: "Kernels") -> "Kernels":
         return Kernels(self.count + other.count, self.size + other.size)
 
 
@@ -203,7 +201,7 @@ class ModelShape:
         return {**d, "batch": _terms(self.batch)}
 
     @classmethod
-    def from_dict(cls, d: Mapping[str, Any]) -> ModelShape:
+    def from_dict(cls, d: Mapping[str, Any]) -> "ModelShape":
         units = [_unit_from_dict(row) for row in d["units"]]
         sizes = [_size(terms) for terms in d["sizes"]]
         changes = [tuple(_change_from_list(x, sizes) for x in row) for row in d["changes"]]

@@ -3,8 +3,6 @@
 They look up the model's shape and the machine; the rest of the planner needs neither model names nor torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -94,7 +92,7 @@ def planned_memory(spec: Spec, *, device: str) -> MemoryPlan:
 class DoesNotFit(SpecError):
     """A Spec that surely needs more memory than there is."""
 
-    def with_way_out(self, way: str = "") -> DoesNotFit:
+    def with_way_out(self, way: str = "") -> "DoesNotFit":
         """The same error, which names a way to start it all the same, if there is one."""
         return DoesNotFit(self.field, self.reason, f"give {LESS}" + (f"; or {way}" if way else ""))
 

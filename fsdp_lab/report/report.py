@@ -286,10 +286,9 @@ def _curve(kind: Kind, courses: Sequence[Course], x_range: Range1d) -> Chart:
     if switches:
         changes = ColumnDataSource({"step": [step for step, _ in switches], "what": [what for _, what in switches]})
         fig.add_tools(HoverTool(renderers=[draw.changes(fig, changes, "step")], tooltips="@what"))
-    keys = [
-        Key(label=f"{c.row.label} {c.row.name}", color=c.color, hatch="band" if c.band else HATCHES[c.dash])
-        for c in courses
-    ]
+    hatches = ["band" if c.band else HATCHES[c.dash] for c in courses]
+    looks = zip(courses, hatches, strict=True)
+    keys = [Key(label=f"{c.row.label} {c.row.name}", color=c.color, hatch=hatch) for c, hatch in looks]
     strides = sorted({stride for _, _, stride in series if stride > 1})
     left_out = "Without first steps after a change and ledger steps." if timed else ""
     thinned = f"Of long runs a point is the median of {' or '.join(map(str, strides))} steps." if strides else ""

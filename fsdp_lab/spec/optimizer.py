@@ -184,9 +184,8 @@ class TorchOptimizer:
             raise self._refused(f"{name} {reason}", hint, name)
         known = self._arguments
         if name not in known and (self.is_known or not isinstance(name, str) or not name.isidentifier()):
-            raise self._refused(
-                f"{self.class_name} has no argument {name!r}", f"its arguments are {', '.join(known)}", name
-            )
+            hint = f"its arguments are {', '.join(known)}"
+            raise self._refused(f"{self.class_name} has no argument {name!r}", hint, name)
         default = known.get(str(name))
         if _read(value, default) is None:
             wanted = _WANTED.get(type(default), "a finite number, true, false, a text, or a list")

@@ -445,11 +445,8 @@ class Spec:
 
     def with_code(self, objects: Mapping[str, Any]) -> Spec:
         """The same Spec, with the objects of code that was sent, by digest, where it has none."""
-        known = {
-            name: value.with_object(objects[value.digest])
-            for name, value in self.sent_code().items()
-            if value.given is None and value.digest in objects
-        }
+        lacking = {n: code for n, code in self.sent_code().items() if code.given is None and code.digest in objects}
+        known = {name: code.with_object(objects[code.digest]) for name, code in lacking.items()}
         return self.replace(**known) if known else self
 
     def sent_code(self) -> dict[str, UserCode]:
@@ -567,11 +564,8 @@ def _rule_sharding(spec: Spec) -> None:
         why = f"needs a shard size between 1 and world_size that divides it, and {world} ranks have none"
         raise _invalid("sharding", f"{sharding} {why}", f"use {enough} ranks, or full_shard", world_size=enough)
     if s.is_hybrid and size is not None and size not in factors:
-        reason, hint = (
-            f"{size} is not a divisor of {world} between 1 and {world}",
-            f"use one of {', '.join(map(str, factors))}",
-        )
-        raise _invalid("shard_size", reason, hint, shard_size=factors[-1])
+        reason = f"{size} is not a divisor of {world} between 1 and {world}"
+        raise _invalid("shard_size", reason, f"use one of {', '.join(map(str, factors))}", shard_size=factors[-1])
     if (refused := spec.refused_by(s.backend)) is not None:
         raise refused
 

@@ -5,8 +5,6 @@ hold, so that a stored Spec has the source. The object itself is beside them in 
 it was given, and the ranks that it was sent to. It is in neither the JSON nor a copy made by pickle.
 """
 
-from __future__ import annotations
-
 import pkgutil
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,14 +41,14 @@ class UserCode(Mapping[str, Any]):
         self.given, self.packed = given, packed
 
     @classmethod
-    def of(cls, field: str, given: Mapping[str, Any]) -> UserCode:
+    def of(cls, field: str, given: Mapping[str, Any]) -> "UserCode":
         """Returns the code that a mapping describes. Raises SpecError if it describes none."""
         has_texts = all(isinstance(given.get(key), str) for key in _KEYS[:3])
         if not has_texts or not isinstance(given.get("missing"), (list, tuple)) or set(given) != set(_KEYS):
             raise SpecError(field, "this is no code that a lab has sent", "give the function itself, in the notebook")
         return cls(*(given[key] for key in _KEYS))
 
-    def with_object(self, given: Any) -> UserCode:
+    def with_object(self, given: Any) -> "UserCode":
         """The same code where the object is known."""
         return UserCode(self.name, self.source, self.digest, self.missing, given=given, packed=self.packed)
 
@@ -63,7 +61,7 @@ class UserCode(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(_KEYS)
 
-    def __deepcopy__(self, memo: Any) -> UserCode:
+    def __deepcopy__(self, memo: Any) -> "UserCode":
         return self  # it does not change, and data may be large
 
     def __reduce__(self) -> tuple[Any, ...]:

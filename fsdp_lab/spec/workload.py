@@ -156,9 +156,7 @@ class Workload:
         128, whole(2), group="Workload", label="sequence length", help="Tokens of a sample",
         choices=(32, 64, 128, 256, 512, 1024), samples=True, live=True, of_configs=True,
     )
-    micro_batch: int = knob(
-        4, whole(1), group="Workload", help="Samples per rank and forward", live=True, same_work=True
-    )
+    micro_batch: int = knob(4, whole(1), group="Workload", help="Samples per rank and forward", live=True, same_work=True)
     accumulate: int = knob(1, whole(1), group="Schedule", help="Micro-batches in a step", live=True, same_work=True)
     optimizer: str = knob(
         "adamw", _OPTIMIZER, group="Training", help="Of torch.optim. A change begins at step 0",

@@ -147,9 +147,8 @@ def record(
         existing = [*copied.parameters(), *copied.buffers(), *tensors_in(batch)]
         with run.recorder.recording(existing):
             run.run(lambda: inputs.loss(copied, batch), autocast=precision == "autocast")
-    return TapeRecording(
-        calls=tuple(run.calls), segments=run.recorder.segments(seq_len), records=tuple(run.records), seq_len=seq_len
-    )
+    calls, records, segments = tuple(run.calls), tuple(run.records), run.recorder.segments(seq_len)
+    return TapeRecording(calls=calls, segments=segments, records=records, seq_len=seq_len)
 
 
 def owners(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> list[list[tuple[str, nn.Parameter, nn.Module]]]:
