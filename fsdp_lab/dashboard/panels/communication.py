@@ -221,8 +221,8 @@ class RanksPanel(Panel):
         heads = ("rank", *(("host",) if named else ()), *RANK_COLUMNS)
         rows = []
         for rank, told in own.items():
-            look = {"tone": "bad", "title": "Straggler: the others wait for it"} if rank in slow else {}
-            head = Cell(text=f"{rank}", about=f"{rank}", **look)
+            tone, title = ("bad", "Straggler: the others wait for it") if rank in slow else ("", "")
+            head = Cell(text=f"{rank}", about=f"{rank}", tone=tone, title=title)
             input_s = median_known(math.nan if e.input_s is None else e.input_s for e in told)
             exposed_s = median_known(e.exposed_comm_s for e in told)
             step_s = median(e.step_time_s for e in told)
