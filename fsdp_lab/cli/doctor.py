@@ -1,8 +1,7 @@
 """`fsdp-lab doctor`: checks of the Python packages, torch, the GPUs, the host and Jupyter, with a fix for each problem.
 
 Uses the standard library where it can, because it is run where something is missing, and bounds each check in time. torch is
-imported in a subprocess, because a broken driver can make the import hang or crash.
-"""
+imported in a subprocess, because a broken driver can make the import hang or crash."""
 
 import argparse
 import contextlib

@@ -4,8 +4,7 @@ Rows, from the top: pins (A, B, ...), the runs and refusals of the newest sweep 
 one of these. They are compared again when one of them has new events; at most once a second, and never for more than a
 thirtieth of the time.
 
-Handlers run on any thread, `tick` on the dashboard's; one lock orders them.
-"""
+Handlers run on any thread, `tick` on the dashboard's; one lock orders them."""
 
 import math
 import threading

@@ -1,7 +1,6 @@
 """`Dashboard`: a bar with the main controls, the live plots, tabs with the rest, and the thread that updates them.
 
-The tabs are chosen in the page: `live.js` shows the cards and the forms of one, so that the kernel need not answer.
-"""
+The tabs are chosen in the page: `live.js` shows the cards and the forms of one, so that the kernel need not answer."""
 
 import contextlib
 import logging
@@ -86,8 +85,7 @@ class Dashboard:
         Args:
             run: a live or a stored one; None: the one that is shown.
 
-        Raises ArgumentError: there is nothing to pin, or eight are pinned already.
-        """
+        Raises ArgumentError: there is nothing to pin, or eight are pinned already."""
         return self._board.pin(run)
 
     def _keep(self) -> None:

@@ -1,7 +1,6 @@
 """From a lab's run to the cards of a live view: `Feed.tick` gives the panels what is new, and sends one message.
 
-`Predictor` adds what the planner predicts of the chosen Spec; a thread of its own computes it, so that nobody waits.
-"""
+`Predictor` adds what the planner predicts of the chosen Spec; a thread of its own computes it, so that nobody waits."""
 
 import logging
 import threading
@@ -134,8 +133,7 @@ class Feed:
 
     Another run, another world size, or ranks that restart from an earlier step get new panels: a plot shows one thing, and
     only steps that count. In a sweep the panels of the run whose turn it is replace the former one's in the same pictures,
-    so that the page rebuilds nothing.
-    """
+    so that the page rebuilds nothing."""
 
     def __init__(
         self,

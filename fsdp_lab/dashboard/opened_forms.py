@@ -1,8 +1,7 @@
 """The forms of the tabs: `WritingForm` for a text, `SweepForm` for a comparison, `RunsForm` for names, reports and stored
 runs; and `DiagnosisBox`, which a trouble opens.
 
-Nothing here waits for a rank on the thread of a handler or of the tick: what takes longer has a thread of its own.
-"""
+Nothing here waits for a rank on the thread of a handler or of the tick: what takes longer has a thread of its own."""
 
 import threading
 import time

@@ -1,7 +1,6 @@
 """The forms of what protects a run: checkpoints, evaluation, recovery, incidents, and drills, which test the recovery.
 
-`SafetyBox.recovery` is for a place that is always seen: what has failed, with the buttons to recover.
-"""
+`SafetyBox.recovery` is for a place that is always seen: what has failed, with the buttons to recover."""
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape

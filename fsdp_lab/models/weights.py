@@ -4,8 +4,7 @@ It reads safetensors, one file or several with their index, as `save_pretrained`
 `HuggingFaceStorageWriter`; and the checkpoints of a run of this lab.
 
 Note: by range. The header of a file of safetensors says where each tensor lies, so a rank reads its ranges, a piece at a
-time, and never holds more.
-"""
+time, and never holds more."""
 
 import hashlib
 import json
@@ -72,8 +71,7 @@ class StoredTensor:
 class Weights:
     """The tensors of a folder, by the names that they have there.
 
-    Raises SpecError: there are none, they are in a format that is not read, or a file is broken.
-    """
+    Raises SpecError: there are none, they are in a format that is not read, or a file is broken."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser()
@@ -108,8 +106,7 @@ class Weights:
         """Sets `target` [n], flat, of any dtype and on any device, to elements [start, start + n) of a tensor.
 
         `check` is called before each piece that is read; what it raises ends the reading. Raises OSError for a file that
-        cannot be read, or became shorter.
-        """
+        cannot be read, or became shorter."""
         stored, stop, target = self[name], start + target.numel(), target.detach()
         for part in stored.parts:
             last = min(stop, part.begin + part.numel)
@@ -246,8 +243,7 @@ def unwrap_names(folder: str | os.PathLike[str], to: str | os.PathLike[str]) -> 
     """Writes the safetensors of `folder` into the new folder `to`, without "module.", "_orig_mod." and the like in names.
     Other files, such as config.json, are copied. One file is in memory at a time. Returns `to`.
 
-    Raises ArgumentError: there are no safetensors, two names become the same, or `to` exists.
-    """
+    Raises ArgumentError: there are no safetensors, two names become the same, or `to` exists."""
     source, target = Path(folder).expanduser(), Path(to).expanduser()
     files = sorted(source.glob(f"*{SAFETENSORS}"))
     if not files:

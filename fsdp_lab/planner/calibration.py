@@ -19,8 +19,7 @@ of ranks on the same devices under the same other load.
 On a GPU the host runs ahead of the device, and the smallest models show its time alone: that of a kernel
 (`Rates.eager_s`) from DDP's, which adds next to nothing to a block, then of a step, a gather or reduction, and a tensor.
 Norms, activations and losses take as long as copies of as many bytes (`UnitShape.kernels`). Predictions of this path have
-not been compared with measured steps of a GPU.
-"""
+not been compared with measured steps of a GPU."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

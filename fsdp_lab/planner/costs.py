@@ -11,8 +11,7 @@ Collectives: a ring of n ranks sends (n-1)/n of the payload over every link for 
 for an all-reduce (Patarasu and Yuan, 2009; nccl-tests' "busbw" is that over the time). Within a host each device has its own
 link. Between hosts NCCL makes several rings through different network cards, so that one group's ring has the whole host's
 network; groups on the same hosts share it. Switches of Hopper's hosts and later ones add up themselves (NVLS), so that an
-all-reduce inside such a host sends each byte once instead of twice.
-"""
+all-reduce inside such a host sends each byte once instead of twice."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -1,8 +1,7 @@
 """The hardware of a prediction: a `Machine` of `Device`s, and the `Rates` that software reaches on it.
 
 Data sheets are in `fsdp_lab.base.hardware`. If no source has measured how much of the peak large matrix products reach, the
-share of an A100 is assumed and listed in the plan.
-"""
+share of an A100 is assumed and listed in the plan."""
 
 import bisect
 import difflib

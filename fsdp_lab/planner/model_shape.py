@@ -1,8 +1,7 @@
 """`ModelShape`: the sizes of a model's units, from which the planner computes memory and time. No torch.
 
 `fsdp_lab.planner.shapes.recorded` records it from any transformers config, with tapes: the allocations and frees of a step
-of the plain model, ordered by time.
-"""
+of the plain model, ordered by time."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -145,8 +144,7 @@ class ModelShape:
 
     `calls`, if recorded: the forward as a tree of calls, (unit, index of the enclosing call). `tapes`: of a forward and a
     backward of the plain model, by arithmetic: "fp32", "half", "autocast" (fp32 parameters, matrix products in half), each
-    also with recomputation of every block: "fp32, recompute" and so on.
-    """
+    also with recomputation of every block: "fp32, recompute" and so on."""
 
     name: str
     units: tuple[UnitShape, ...]

@@ -1,7 +1,6 @@
 """The planner's functions for the command line and the dashboard: plans and searches, for models by name.
 
-They look up the model's shape and the machine; the rest of the planner needs neither model names nor torch.
-"""
+They look up the model's shape and the machine; the rest of the planner needs neither model names nor torch."""
 
 import math
 from collections.abc import Sequence

@@ -4,8 +4,7 @@
 begins when its queue is free and the actions it waits for are complete. The lab's engine, and every backend on a CPU, issues
 a gather after the computation before it, as scheduled. FSDP1 and FSDP2 on a GPU issue it as far ahead as their rate limiter
 lets the host run (arXiv 2304.11277, section 3.4), so forwards overlap without prefetching. DDP gathers nothing; its units
-represent its buckets.
-"""
+represent its buckets."""
 
 import functools
 from collections import Counter, defaultdict

@@ -1,7 +1,6 @@
 """`write_report`: runs side by side in one HTML file, which needs no network when it is opened.
 
-Its pictures are drawn as in the dashboard, but static: curves over steps, bars a run, and timelines.
-"""
+Its pictures are drawn as in the dashboard, but static: curves over steps, bars a run, and timelines."""
 
 import json
 import math

@@ -7,8 +7,7 @@
     pcie4 of a100              a PCIe 4 slot of 16 lanes, scaled
 
 A scaled link keeps the ratio of communication to computation of that GPU, so that the same collectives overlap. Only the
-bandwidth is scaled, not a latency.
-"""
+bandwidth is scaled, not a latency."""
 
 import math
 import re

@@ -1,7 +1,6 @@
 """`ParamGroup`: parameters, by patterns of names, with a learning rate or weight decay of their own; `unwrapped` names.
 
-Patterns are shell-style, as in `Workload.freeze`: "*" is any text, "?" one letter, "[ab]" one of these.
-"""
+Patterns are shell-style, as in `Workload.freeze`: "*" is any text, "?" one letter, "[ab]" one of these."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -2,8 +2,7 @@
 
 The three are frozen and validated by their constructors, so every `Spec` can be run: anything else raises a `SpecError`
 with the field, the reason and a hint (`fix` holds the hint as field values, for a user interface). Plain dataclasses,
-neither torch nor numpy. Whether a model or a text exists is checked by `fsdp_lab.models.check`.
-"""
+neither torch nor numpy. Whether a model or a text exists is checked by `fsdp_lab.models.check`."""
 
 from __future__ import annotations
 

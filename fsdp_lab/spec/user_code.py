@@ -2,8 +2,7 @@
 
 A field that takes code holds an importable name, "package.module:name", or a `UserCode`: plain values, which JSON can
 hold, so that a stored Spec has the source. The object itself is beside them in a process that has it: the kernel where
-it was given, and the ranks that it was sent to. It is in neither the JSON nor a copy made by pickle.
-"""
+it was given, and the ranks that it was sent to. It is in neither the JSON nor a copy made by pickle."""
 
 import pkgutil
 import re
@@ -23,8 +22,7 @@ class UserCode(Mapping[str, Any]):
         code: its name. source: the text of a module that defines it, as far as text can; "" if there is none.
         digest: of all that it consists of; equal code has equal digests, in any process.
         missing: names that the source uses and does not define.
-        given: the object itself, or nothing. packed: the object as bytes, to be sent.
-    """
+        given: the object itself, or nothing. packed: the object as bytes, to be sent."""
 
     def __init__(
         self,

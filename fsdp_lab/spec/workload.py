@@ -29,8 +29,7 @@ class Lora:
     """Low-rank adapters (arXiv 2106.09685): W x + alpha / r * B A x, where W is frozen, and A and B are trained.
 
     `r`: the rank. `alpha`: None: 2 r. `targets`: names of the modules that get adapters, such as "q_proj"; None: those
-    that peft chooses for the type of model. Raises SpecError.
-    """
+    that peft chooses for the type of model. Raises SpecError."""
 
     r: int
     alpha: float | None = None

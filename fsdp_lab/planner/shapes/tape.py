@@ -6,8 +6,7 @@ batch sizes and sequence lengths: samples and tokens are primes that divide no s
 size show how it grows. So do those of a length with one token more or less. Images have no tokens that vary.
 
 Note: scratch memory inside a kernel is not recorded. On CPUs oneDNN copies a convolution's tensors to layouts of its own, by
-which a ResNet's peak is up to 6 % above the plan; that of other models is within 2 % (`bands.MEMORY_ERRORS`).
-"""
+which a ResNet's peak is up to 6 % above the plan; that of other models is within 2 % (`bands.MEMORY_ERRORS`)."""
 
 import copy
 import weakref
