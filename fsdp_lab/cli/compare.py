@@ -189,10 +189,8 @@ def prove_scripts(args: argparse.Namespace) -> int:
         raise Refused(f"--ranks {args.ranks} is refused; give a number such as 2, or one for each script such as 1,2")
     if not args.new:
         raise Refused("two scripts are wanted: fsdp-lab prove old.py new.py -- ARGUMENTS")
-    old, new = (
-        prove.Script(given=given, ranks=number, arguments=args.arguments)
-        for given, number in zip((args.old, args.new), (ranks[0], ranks[-1]), strict=True)
-    )
+    pairs = ((args.old, ranks[0]), (args.new, ranks[-1]))
+    old, new = (prove.Script(given=given, ranks=number, arguments=args.arguments) for given, number in pairs)
     for script in (old, new):
         if script.is_file and not Path(script.given).is_file():
             raise Refused(f"there is no file {script.given}; give a Python script, or a command in quotes")

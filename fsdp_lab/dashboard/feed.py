@@ -243,10 +243,8 @@ class Feed:
         follow_spec(stage.frame, (self.run or self._lab).spec)
         stage.overlay(self._board.overlays())
         shared: dict[str, Any] = {"shared_sources": stage.frame.sources, "shared_patches": stage.frame.patches}
-        texts: dict[str, Any] = {"headline": self._headline, "caution": self._caution}
-        scene = Scene(
-            cards=[*stage.panels, self._card], tabs=TABS, help=self._help, ranks=stage.world_size, **shared, **texts
-        )
+        texts: dict[str, Any] = {"headline": self._headline, "caution": self._caution, "help": self._help}
+        scene = Scene(cards=[*stage.panels, self._card], tabs=TABS, ranks=stage.world_size, **shared, **texts)
         (self._live.swap if swap else self._live.show)(scene)
 
     def _caution(self) -> str:

@@ -212,13 +212,9 @@ class RunsForm(InputForm):
         self._list = self.add(widgets.SelectMultiple(rows=6, tooltip="Stored runs, newest first"))
         self._code = styled(widgets.HTML(), "fsdp-code")
         self.message = styled(widgets.HTML(), "fsdp-sweep-said")
-        lines = [
-            styled(widgets.Box([self._name, self._note, report]), "fsdp-sweep-row"),
-            self._code,
-            styled(widgets.Box([refresh, self._compare]), "fsdp-sweep-row"),
-            styled(self._list, "fsdp-stored"),
-            self.message,
-        ]
+        named = styled(widgets.Box([self._name, self._note, report]), "fsdp-sweep-row")
+        listed = styled(widgets.Box([refresh, self._compare]), "fsdp-sweep-row")
+        lines = [named, self._code, listed, styled(self._list, "fsdp-stored"), self.message]
         self.widget = styled(widgets.VBox(lines), "fsdp-sweep")
         self.tick(None)
 
@@ -316,10 +312,7 @@ class DiagnosisBox(InputForm):
         if diagnoses:
             d = diagnoses[0]
             put(self.message, "value", f'<span role="status"><b>{prose(d.sentence)}</b> {prose(d.cure)}</span>')
-            put(
-                self._cure,
-                "description",
-                ", ".join(describe_field(n, v) for n, v in d.changes.items()) or "Apply",
-            )
+            change = ", ".join(describe_field(n, v) for n, v in d.changes.items())
+            put(self._cure, "description", change or "Apply")
             put(self._cure.layout, "display", "" if d.changes else HIDDEN)
         put(self.widget.layout, "display", "" if diagnoses else HIDDEN)

@@ -64,9 +64,7 @@ class SafetyBox(InputForm):
         super().__init__()
         self._lab = lab
         self._complaint = ""
-        self._saving = SavingForm(
-            lab, lambda folder: begin(lambda changes: lab.resume(folder, **self.options(), **changes))
-        )
+        self._saving = SavingForm(lab, lambda at: begin(lambda changes: lab.resume(at, **self.options(), **changes)))
         self._evaluation = EvaluationForm()
         self._how = self.dropdown("when ranks fail", ON_FAILURE, "ask", LATER)
         self._ranks = self.dropdown("resume on", RESUME_ON, "same", LATER)

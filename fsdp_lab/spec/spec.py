@@ -139,11 +139,6 @@ _ONE_AHEAD = "your engine is asked for one unit ahead, if it has the method pref
 _FSDP1_ONE_AHEAD = "FSDP1 prefetches one unit ahead at most"
 
 
-def _backends(now: Mapping[str, Any]) -> Sequence[str]:
-    """The backends, with "yours" where there is an engine of the user's."""
-    return BACKENDS if now.get("engine") is None else (*BACKENDS, YOURS)
-
-
 def _group_sizes(now: Mapping[str, Any]) -> Sequence[int | None]:
     return (None, *sorted({1, *_divisors(now["world_size"]), now["world_size"]}))
 
@@ -155,7 +150,7 @@ class Strategy:
 
     # fmt: off
     backend: str = knob("lab", one_of((*BACKENDS, YOURS)), group="Sharding", help="Whose engine shards", tokens=BACKENDS,
-                        choices=_backends, bare=True, in_name=True)
+                        choices=lambda now: (*BACKENDS, YOURS) if now.get("engine") else BACKENDS, bare=True, in_name=True)
     sharding: str = knob(
         "full_shard", one_of(SHARDINGS), group="Sharding", help="What a rank holds a shard of", bare=True, in_name=True
     )
