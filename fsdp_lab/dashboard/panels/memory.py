@@ -201,12 +201,10 @@ class MemoryPanel(Panel):
 
     def captions(self) -> Captions:
         own, p = self._captions, self._prediction
-        reading, legend = own.reading, own.legend
         if p is not None:
             measured = size(self._peak) if self._peak and self._ledger_spec == p.spec_id else None
-            reading = base.with_prediction(reading, size(p.peak_bytes), measured)
-            legend = (*legend, Key(label="predicted", token="ink.marker", hatch=HOLLOW))
-        return replace(own, reading=reading, legend=(*legend, *self._frame.other_keys("peak")))
+            own = base.with_prediction(own, size(p.peak_bytes), measured, HOLLOW)
+        return replace(own, legend=(*own.legend, *self._frame.other_keys("peak")))
 
 
 class MemoryLanes:
