@@ -1,8 +1,7 @@
 """fsdp_lab: a laboratory for Fully Sharded Data Parallel.
 
 Public names are imported at their first use, so that `import fsdp_lab` imports neither torch nor Jupyter, and Specs can be
-read and written on a machine without them.
-"""
+read and written on a machine without them."""
 
 from typing import TYPE_CHECKING, Any
 

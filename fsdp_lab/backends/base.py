@@ -87,8 +87,7 @@ class Backend(Measured):
         replicas: how many ranks hold the same gradient shard.
         constants: of a user's module: copies on the host of its buffers that are not persistent, as they were built.
         groups: process groups created for this backend, which `release` destroys.
-        parked: optimizer state that came with a transfer, of parameters that are frozen here, by name and slot.
-    """
+        parked: optimizer state that came with a transfer, of parameters that are frozen here, by name and slot."""
 
     has_user_code = False  # its sharding is the user's, and may hang or fail
 

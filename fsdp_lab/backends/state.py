@@ -67,11 +67,8 @@ class SuspendedState:
 def suspend_state(backend: Backend) -> SuspendedState:
     """Copy parameters, optimizer state and buffers to the host; collective. The backend may be released afterwards."""
     slots, scalars = optimizer_slots([backend])
-    values = {
-        (s.name, slot): _on_host(slot_values(backend, s, slot))
-        for s in backend.param_shards()
-        for slot in _kept(backend, s, slots)
-    }
+    kept = [(s, slot) for s in backend.param_shards() for slot in _kept(backend, s, slots)]
+    values = {(s.name, slot): _on_host(slot_values(backend, s, slot)) for s, slot in kept}
     buffers = tuple(_on_host(b) for _, b in buffers_in(backend.module))
     modules = module_states(backend)
     return SuspendedState(values=values, slots=slots, scalars=scalars, buffers=buffers, modules=modules)
@@ -343,12 +340,8 @@ def targets(
     backend.allocate()
     slots = [slot for slot in slots if slot in backend.kept.slots]
     seed_state(backend, slots, scalars, backend.param_shards())
-    wanted = [
-        Chunk(name=key(p.name, slot), start=p.start, values=slot_target(backend, p, slot))
-        for p in backend.param_shards()
-        for slot in _kept(backend, p, slots)
-        if p.numel
-    ]
+    kept = [(p, slot) for p in backend.param_shards() if p.numel for slot in _kept(backend, p, slots)]
+    wanted = [Chunk(name=key(p.name, slot), start=p.start, values=slot_target(backend, p, slot)) for p, slot in kept]
     buffers = ((buffer_key(buffers_of, path), b) for path, b in buffers_in(backend.module))
     states = [Chunk(name=name, start=0, values=torch.empty(n, dtype=torch.uint8)) for name, n in modules.items()]
     return [*wanted, *(Chunk(name=name, start=0, values=b.view(-1)) for name, b in buffers), *states]

@@ -28,8 +28,7 @@ class YourUnit:
         name: such as "transformer.h.0"; ROOT of what is in no other unit.
         names: of the parameters. params: the parameters, whole where they are gathered.
         shard: what the engine's `shard` returned; the optimizer updates it in place.
-        rank, world_size: of the default process group.
-    """
+        rank, world_size: of the default process group."""
 
     def __init__(self, name: str, params: Mapping[str, nn.Parameter]) -> None:
         self.name, self.names, self.params = name, tuple(params), tuple(params.values())

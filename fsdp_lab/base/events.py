@@ -1,8 +1,7 @@
 """What ranks report: a `StepEvent` for each step, `Span`s of a traced step, a `PhaseSnapshot` for each phase in slow motion.
 
 Nothing else feeds plots, tables, history or exports. They cross processes as dicts or lists of plain scalars (`to_dict`,
-`to_row`), so that pickle, msgpack and JSON can carry them.
-"""
+`to_row`), so that pickle, msgpack and JSON can carry them."""
 
 from __future__ import annotations
 

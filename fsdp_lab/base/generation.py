@@ -1,7 +1,5 @@
 """`Sampling`: how a language model continues a text. `Completion`: a text that it continued."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re
@@ -56,7 +54,7 @@ class Completion:
         return [self.prompt, self.text]
 
     @classmethod
-    def from_row(cls, row: Sequence[str]) -> Completion:
+    def from_row(cls, row: Sequence[str]) -> "Completion":
         prompt, text = row
         return cls(prompt=prompt, text=text)
 

@@ -23,9 +23,7 @@ def launch(
     or its exit code, or after `plan.limit_s`."""
     job = {**arguments, "task": task, "plan": asdict(plan)}
     try:
-        return run_children(
-            module, job, plan.ranks, lambda _, kind, value: on_message(kind, value), limit_s=plan.limit_s
-        )
+        return run_children(module, job, plan.ranks, lambda _, *message: on_message(*message), limit_s=plan.limit_s)
     except ChildError as e:
         raise BenchError(str(e)) from None
 

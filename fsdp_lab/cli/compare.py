@@ -61,10 +61,8 @@ def run(args: argparse.Namespace) -> int:
 
     console = terminal()
     sweep = compare(console, specs, args.steps, args.rounds, results, hosts) if specs else None
-    rows: list[RunView | Refusal] = [
-        *(sweep.in_order if sweep else ()),
-        *(Refusal(combination, error.words) for combination, error in refused),
-    ]
+    rows: list[RunView | Refusal] = [*sweep.in_order] if sweep else []
+    rows += [Refusal(combination, error.words) for combination, error in refused]
     lines = list(Comparison.of(rows).reasons())
     if sweep is not None and len(results.runs) > 1:
         lines += sweep.recommend().lines()
@@ -126,12 +124,9 @@ def collect(sweep: Sweep, results: Results) -> None:
         elif len(run.events):
             results.add_run(run.summary())
     if results.runs:
-        compared, advice = sweep.comparison(), sweep.recommend()
-        results.comparison = {
-            "baseline": compared.baseline,
-            "records": compared.records(),
-            "recommendation": advice.lines(),
-        }
+        compared, advice = sweep.comparison(), sweep.recommend().lines()
+        records = compared.records()
+        results.comparison = {"baseline": compared.baseline, "records": records, "recommendation": advice}
     results.write()
 
 
@@ -194,10 +189,8 @@ def prove_scripts(args: argparse.Namespace) -> int:
         raise Refused(f"--ranks {args.ranks} is refused; give a number such as 2, or one for each script such as 1,2")
     if not args.new:
         raise Refused("two scripts are wanted: fsdp-lab prove old.py new.py -- ARGUMENTS")
-    old, new = (
-        prove.Script(given=given, ranks=number, arguments=args.arguments)
-        for given, number in zip((args.old, args.new), (ranks[0], ranks[-1]), strict=True)
-    )
+    pairs = ((args.old, ranks[0]), (args.new, ranks[-1]))
+    old, new = (prove.Script(given=given, ranks=number, arguments=args.arguments) for given, number in pairs)
     for script in (old, new):
         if script.is_file and not Path(script.given).is_file():
             raise Refused(f"there is no file {script.given}; give a Python script, or a command in quotes")

@@ -1,8 +1,7 @@
 """`fsdp-lab doctor`: checks of the Python packages, torch, the GPUs, the host and Jupyter, with a fix for each problem.
 
 Uses the standard library where it can, because it is run where something is missing, and bounds each check in time. torch is
-imported in a subprocess, because a broken driver can make the import hang or crash.
-"""
+imported in a subprocess, because a broken driver can make the import hang or crash."""
 
 import argparse
 import contextlib
@@ -175,10 +174,8 @@ def torch_findings(facts: TorchFacts) -> list[Finding]:
         return [Finding("import torch", facts.error, State.FAIL, TORCH)]
     build = f"built for CUDA {facts.cuda_build}" if facts.cuda_build else "built for CPUs"
     slower = f"ranks of one host communicate over Gloo, which is slower: {facts.not_shared}" if facts.not_shared else ""
-    findings = [
-        Finding("import torch", f"{facts.version}, {build}"),
-        judged("shared memory", "missing" if slower else "there", slower),
-    ]
+    findings = [Finding("import torch", f"{facts.version}, {build}")]
+    findings.append(judged("shared memory", "missing" if slower else "there", slower))
     if facts.cuda_build:
         without = "" if facts.nccl else "GPU ranks would communicate over Gloo, through host memory: slow"
         findings.append(judged("NCCL", ".".join(map(str, facts.nccl or ())) or "missing", without))

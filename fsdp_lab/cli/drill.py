@@ -1,8 +1,6 @@
 """`fsdp-lab drill`: injects faults at random moments into small runs, and checks that each run recovers completely: it does
 all its steps with the losses of an undisturbed run, bit for bit, and no additional process is left."""
 
-from __future__ import annotations
-
 import argparse
 import random
 import statistics
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 COUNT, STEPS, EVERY = 20, 24, 5
 HANG_S = 3.0
 LIMIT_S = 180.0  # for a run with a fault in it
-WORK: Mapping[str, Any] = {"model": "gpt2-1m", "micro_batch": 2, "seq_len": 64}
+MODEL = "gpt2-1m"
 FORMS: tuple[Mapping[str, str], ...] = (  # backends whose losses are equal bit for bit
     {"backend": "lab"},
     {"backend": "fsdp2"},
@@ -37,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--count", type=int, default=COUNT, help="number of drills (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="(default: %(default)s)")
-    parser.add_argument("--model", default=WORK["model"], help="a preset (default: %(default)s)")
+    parser.add_argument("--model", default=MODEL, help="a preset (default: %(default)s)")
     parser.add_argument("--kinds", metavar="KIND,KIND", help=f"only these of {', '.join(DRILLS)}")
 
 
@@ -47,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     kinds = [k.strip() for k in args.kinds.split(",")] if args.kinds else list(DRILLS)
     for kind in kinds:
         check_kind(kind)
-    work = Spec(world_size=args.ranks).replace(**{**WORK, "model": args.model})
+    work = Spec(world_size=args.ranks).replace(model=args.model, micro_batch=2, seq_len=64)
 
     from fsdp_lab.lab import Lab
     from fsdp_lab.models.check import check
@@ -104,7 +102,7 @@ def plans(seed: int, count: int, ranks: int, kinds: list[str]) -> Iterator[Drill
 class DrillBench:
     """Runs drills on a lab, and compares each run with an undisturbed one."""
 
-    def __init__(self, lab: Lab, work: Spec) -> None:
+    def __init__(self, lab: "Lab", work: Spec) -> None:
         self._lab, self._work = lab, work
         self.seconds: dict[str, list[float]] = {}  # by kind: from the fault to the next step
         self._losses = losses(lab.run(work, steps=STEPS).wait(LIMIT_S))
@@ -135,7 +133,7 @@ class DrillBench:
             raise drill.refused
         return list(self._problems(run, plan))
 
-    def _problems(self, run: Run, plan: DrillPlan) -> Iterator[str]:
+    def _problems(self, run: "Run", plan: DrillPlan) -> Iterator[str]:
         ours, theirs = losses(run), self._losses
         if differing := [step for step in {*ours, *theirs} if ours.get(step) != theirs.get(step)]:
             yield f"the losses differ from step {min(differing)} on"
@@ -145,6 +143,6 @@ class DrillBench:
             yield "no incident was recorded"
 
 
-def losses(run: Run) -> dict[int, Any]:
+def losses(run: "Run") -> dict[int, Any]:
     """Step -> mean loss over ranks, as any of them reports it: one may die before it does."""
     return {step.number: step.mean_loss for step in run.events.steps()}

@@ -44,7 +44,7 @@ def parse_lists(args: argparse.Namespace) -> dict[str, list[Any]]:
             for value in lists[name]:
                 check_field(name, value)
     if args.link is not None:
-        lists["link"] = [parse_link(word) for word in link.split_list(args.link)]
+        lists["link"] = [Spec(link=word).link for word in link.split_list(args.link)]
     return lists
 
 
@@ -74,11 +74,6 @@ def parse_values(row: FieldRow, text: str) -> list[Any]:
             wanted = {"int": "a whole number", "bool": "true or false"}.get(row.type.partition(" ")[0], "a number")
             raise Refused(f"{option(row.name)} {word!r} is refused; give {wanted}")
     return values
-
-
-def parse_link(text: str) -> str | None:
-    """One value of --link. Raises SpecError."""
-    return None if text.lower() in ("none", "null") else Spec(link=text).link
 
 
 def requested(

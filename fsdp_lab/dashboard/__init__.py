@@ -1,7 +1,6 @@
 """The live dashboard: controls and plots of a lab in a notebook.
 
-`Dashboard(lab)` is all that a user needs.
-"""
+`Dashboard(lab)` is all that a user needs."""
 
 from fsdp_lab.base.errors import not_installed
 

@@ -4,8 +4,7 @@ Rows, from the top: pins (A, B, ...), the runs and refusals of the newest sweep 
 one of these. They are compared again when one of them has new events; at most once a second, and never for more than a
 thirtieth of the time.
 
-Handlers run on any thread, `tick` on the dashboard's; one lock orders them.
-"""
+Handlers run on any thread, `tick` on the dashboard's; one lock orders them."""
 
 import math
 import threading
@@ -310,17 +309,10 @@ def table(compared: Comparison, entries: Sequence[Entry]) -> tuple[tuple[str | C
         ratio, interval = split_spread(ratio_words(row.time_ratio, "×"))
         few = row.time_ratio is not None and few_steps(row, compared[base])
         interval = f"too few steps: {FEW_STEPS} are needed" if few else interval
-        times_of_row = (
-            texts["step time"].replace(" to ", "–"),
-            Cell(
-                text=ratio,
-                title=("not told apart: " if ratio.startswith("≈") else "") + interval,
-                tone="soft" if few else "",
-            ),
-            texts["tokens/s"],
-            f"{texts['FLOPS']} · {texts['MFU']}",
-            texts["exposed"],
-        )
+        unsure = "not told apart: " if ratio.startswith("≈") else ""
+        relative = Cell(text=ratio, title=f"{unsure}{interval}", tone="soft" if few else "")
+        rates = (texts["tokens/s"], f"{texts['FLOPS']} · {texts['MFU']}", texts["exposed"])
+        times_of_row = (texts["step time"].replace(" to ", "–"), relative, *rates)
         memory = texts["peak/rank"], f"×{row.memory_ratio:.2f}" if row.memory_ratio else NONE
         remove = Cell(text="×", press="unpin", about=row.label, title=f"Remove {row.label}")
         about = (_label(row, entry, compared), Cell(text=row.name, title=row.name), _badge(row, compared))

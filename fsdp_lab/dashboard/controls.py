@@ -3,8 +3,7 @@ the buttons and the main fields stays on the screen while the page scrolls; `Con
 
 A choice goes from its widget to `Choices` (is it possible?), to `Run.apply` or `Lab.run`, and until the first event of the
 new Spec, which turns "pending" into "applied at step k". Handlers run on the thread that the page's message arrives on,
-`tick` on the tick thread; one lock orders them. Nothing here waits for a rank.
-"""
+`tick` on the tick thread; one lock orders them. Nothing here waits for a rank."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,6 @@
 """`Dashboard`: a bar with the main controls, the live plots, tabs with the rest, and the thread that updates them.
 
-The tabs are chosen in the page: `live.js` shows the cards and the forms of one, so that the kernel need not answer.
-"""
+The tabs are chosen in the page: `live.js` shows the cards and the forms of one, so that the kernel need not answer."""
 
 import contextlib
 import logging
@@ -54,14 +53,8 @@ class Dashboard:
         self._keep_button = self._controls.add_button("Keep as A", "thumb-tack", keep, self._keep)
         self._slow = SlowMotionBox(lab, wanted=self._controls.slow_motion_spec)
         self.diagnosis = DiagnosisBox(choose=self._controls.accept)
-        in_tabs = {
-            "compare": self._sweep_form.widget,
-            "runs": self._runs.widget,
-            "settings": self._controls.settings,
-            "safety": self._safety.widget,
-            "slow": self._slow.widget,
-            "generate": self._writing.widget,
-        }
+        in_tabs = {"compare": self._sweep_form.widget, "runs": self._runs.widget, "settings": self._controls.settings}
+        in_tabs |= {"safety": self._safety.widget, "slow": self._slow.widget, "generate": self._writing.widget}
         tabbed = [styled(widget, "fsdp-tab", f"fsdp-tab-{name}") for name, widget in in_tabs.items()]
         shown = [self._controls.widget, self.diagnosis.widget, self._live, *tabbed]
         self.widget = styled(widgets.VBox(shown), "fsdp-lab")  # to be put into a layout of your own
@@ -92,8 +85,7 @@ class Dashboard:
         Args:
             run: a live or a stored one; None: the one that is shown.
 
-        Raises ArgumentError: there is nothing to pin, or eight are pinned already.
-        """
+        Raises ArgumentError: there is nothing to pin, or eight are pinned already."""
         return self._board.pin(run)
 
     def _keep(self) -> None:

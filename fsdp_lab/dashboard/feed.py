@@ -1,7 +1,6 @@
 """From a lab's run to the cards of a live view: `Feed.tick` gives the panels what is new, and sends one message.
 
-`Predictor` adds what the planner predicts of the chosen Spec; a thread of its own computes it, so that nobody waits.
-"""
+`Predictor` adds what the planner predicts of the chosen Spec; a thread of its own computes it, so that nobody waits."""
 
 import logging
 import threading
@@ -134,8 +133,7 @@ class Feed:
 
     Another run, another world size, or ranks that restart from an earlier step get new panels: a plot shows one thing, and
     only steps that count. In a sweep the panels of the run whose turn it is replace the former one's in the same pictures,
-    so that the page rebuilds nothing.
-    """
+    so that the page rebuilds nothing."""
 
     def __init__(
         self,
@@ -245,10 +243,8 @@ class Feed:
         follow_spec(stage.frame, (self.run or self._lab).spec)
         stage.overlay(self._board.overlays())
         shared: dict[str, Any] = {"shared_sources": stage.frame.sources, "shared_patches": stage.frame.patches}
-        texts: dict[str, Any] = {"headline": self._headline, "caution": self._caution}
-        scene = Scene(
-            cards=[*stage.panels, self._card], tabs=TABS, help=self._help, ranks=stage.world_size, **shared, **texts
-        )
+        texts: dict[str, Any] = {"headline": self._headline, "caution": self._caution, "help": self._help}
+        scene = Scene(cards=[*stage.panels, self._card], tabs=TABS, ranks=stage.world_size, **shared, **texts)
         (self._live.swap if swap else self._live.show)(scene)
 
     def _caution(self) -> str:

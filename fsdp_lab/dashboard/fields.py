@@ -2,8 +2,7 @@
 field by its row, `Group`, a titled row of them, and `RefusalLine`, which says why choices are refused.
 
 A refused choice is held back with its reason, and tried again with every later choice, so that a combination can be made
-in any order: backend ddp is refused under full_shard, and accepted once no_shard is chosen.
-"""
+in any order: backend ddp is refused under full_shard, and accepted once no_shard is chosen."""
 
 import enum
 import math

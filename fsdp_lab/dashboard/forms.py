@@ -136,8 +136,7 @@ def answer_while_busy(answering: Iterable[widgets.Widget]) -> int:
     JupyterLab sends widget messages on a subshell of the kernel, in whose thread handlers run. ipykernel 7.4 routes a comm's
     messages to the shell that used the comm last, such as that of a cell that displayed the widget, where they wait until
     the cell ends. This makes it keep the page's shell. It sets a private attribute of ipykernel, the only one that the
-    package touches; without such routing it does nothing.
-    """
+    package touches; without such routing it does nothing."""
     routed = [w.comm for w in answering if hasattr(getattr(w, "comm", None), "_reply_subshell_for")]
     for comm in routed:
         comm._reply_subshell_for = lambda _data, default: default  # the shell that the page chose

@@ -1,7 +1,6 @@
 """`LabLike`: what the dashboard uses of a `Lab`, and which run of it is shown.
 
-It is a protocol because `fsdp_lab.lab` itself makes dashboards, and so cannot be imported from here.
-"""
+It is a protocol because `fsdp_lab.lab` itself makes dashboards, and so cannot be imported from here."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

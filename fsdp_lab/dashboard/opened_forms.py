@@ -1,8 +1,7 @@
 """The forms of the tabs: `WritingForm` for a text, `SweepForm` for a comparison, `RunsForm` for names, reports and stored
 runs; and `DiagnosisBox`, which a trouble opens.
 
-Nothing here waits for a rank on the thread of a handler or of the tick: what takes longer has a thread of its own.
-"""
+Nothing here waits for a rank on the thread of a handler or of the tick: what takes longer has a thread of its own."""
 
 import threading
 import time
@@ -25,7 +24,7 @@ from fsdp_lab.runs.history import StoredRun
 from fsdp_lab.runs.sweep import ROUNDS, combine
 from fsdp_lab.runs.view import RunQueries, RunView
 from fsdp_lab.spec import describe
-from fsdp_lab.spec.describe import describe_strategy, field_title
+from fsdp_lab.spec.describe import describe_field, describe_strategy, field_title
 from fsdp_lab.spec.spec import FIELDS, Spec
 
 COMBINED: Mapping[str, Sequence[Any]] = {
@@ -205,9 +204,7 @@ class RunsForm(InputForm):
         self._stored: Mapping[str, RunView] = {}
         about = "Names this run in lists, comparisons and reports"
         self._name = self._text("name", "baseline", about, RunQueries.rename)
-        self._note = self._text(
-            "note", "what is tried here", "A note that is stored with this run", RunQueries.annotate
-        )
+        self._note = self._text("note", "what is tried here", "A note that is stored with the run", RunQueries.annotate)
         report = self.button("Save report", "file-text-o", "Write what is compared to one HTML file", self.report)
         show = "Bring the marked runs into the comparison, where their curves and figures are beside this run's"
         self._compare = self.button("Compare marked", "columns", show, self.compare)
@@ -215,13 +212,9 @@ class RunsForm(InputForm):
         self._list = self.add(widgets.SelectMultiple(rows=6, tooltip="Stored runs, newest first"))
         self._code = styled(widgets.HTML(), "fsdp-code")
         self.message = styled(widgets.HTML(), "fsdp-sweep-said")
-        lines = [
-            styled(widgets.Box([self._name, self._note, report]), "fsdp-sweep-row"),
-            self._code,
-            styled(widgets.Box([refresh, self._compare]), "fsdp-sweep-row"),
-            styled(self._list, "fsdp-stored"),
-            self.message,
-        ]
+        named = styled(widgets.Box([self._name, self._note, report]), "fsdp-sweep-row")
+        listed = styled(widgets.Box([refresh, self._compare]), "fsdp-sweep-row")
+        lines = [named, self._code, listed, styled(self._list, "fsdp-stored"), self.message]
         self.widget = styled(widgets.VBox(lines), "fsdp-sweep")
         self.tick(None)
 
@@ -319,10 +312,7 @@ class DiagnosisBox(InputForm):
         if diagnoses:
             d = diagnoses[0]
             put(self.message, "value", f'<span role="status"><b>{prose(d.sentence)}</b> {prose(d.cure)}</span>')
-            put(
-                self._cure,
-                "description",
-                ", ".join(describe.describe_field(n, v) for n, v in d.changes.items()) or "Apply",
-            )
+            change = ", ".join(describe_field(n, v) for n, v in d.changes.items())
+            put(self._cure, "description", change or "Apply")
             put(self._cure.layout, "display", "" if d.changes else HIDDEN)
         put(self.widget.layout, "display", "" if diagnoses else HIDDEN)

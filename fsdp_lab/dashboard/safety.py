@@ -1,7 +1,6 @@
 """The forms of what protects a run: checkpoints, evaluation, recovery, incidents, and drills, which test the recovery.
 
-`SafetyBox.recovery` is for a place that is always seen: what has failed, with the buttons to recover.
-"""
+`SafetyBox.recovery` is for a place that is always seen: what has failed, with the buttons to recover."""
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -65,9 +64,7 @@ class SafetyBox(InputForm):
         super().__init__()
         self._lab = lab
         self._complaint = ""
-        self._saving = SavingForm(
-            lab, lambda folder: begin(lambda changes: lab.resume(folder, **self.options(), **changes))
-        )
+        self._saving = SavingForm(lab, lambda at: begin(lambda changes: lab.resume(at, **self.options(), **changes)))
         self._evaluation = EvaluationForm()
         self._how = self.dropdown("when ranks fail", ON_FAILURE, "ask", LATER)
         self._ranks = self.dropdown("resume on", RESUME_ON, "same", LATER)

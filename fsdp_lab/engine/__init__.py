@@ -12,8 +12,7 @@ It needs torch only. To install it alone, in a clone: `pip install torch && pip 
 
 `AdamW(sharded_parameters(model))` steps the same values as a few flat tensors, which is faster.
 
-What cannot be done raises a `ShardError`, which says what to do.
-"""
+What cannot be done raises a `ShardError`, which says what to do."""
 
 from typing import TYPE_CHECKING
 

@@ -37,8 +37,7 @@ def shard(
         ignored: ids of parameters to leave alone.
         group_of: the optimizer group of a parameter, by its name in its module.
         buffer: the class of flat buffers.
-        adopt: makes the runtime of a root; None: `adopt_units`.
-    """
+        adopt: makes the runtime of a root; None: `adopt_units`."""
     inside = units_inside(modules)
     alike: dict[tuple[torch.dtype, torch.dtype, bool], list[Entry]] = {}  # one buffer each
     for t in take(modules, ignored):
@@ -88,8 +87,7 @@ def runtimes_of(module: nn.Module) -> list[Runtime]:
 def no_sync(module: nn.Module) -> Iterator[None]:
     """A context in which backwards keep gradients of the module's units, and of those inside it, unsharded on this rank.
 
-    The first backward after it reduces the sum. It is the backward that counts, not the forward.
-    """
+    The first backward after it reduces the sum. It is the backward that counts, not the forward."""
     runtime_of(module)
     before = {unit: unit.communicates for unit in units_of(module)}
     try:

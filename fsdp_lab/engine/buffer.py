@@ -13,8 +13,7 @@ Note: which gradients came. A gradient that did not come is told from one that i
 moves a parameter whose gradient is zero, by its momentum or weight decay, and leaves one without. Ranks may differ in what
 they used. So each rank's part of a whole gradient ends with one element for each parameter, a count: 1 where a gradient came
 on the rank that sends it, else 0. The reduce-scatter adds the counts beside the gradients. Of a parameter whose gradient did
-not come here, the host reads the count when the gradient is asked for; where all came, it reads nothing.
-"""
+not come here, the host reads the count when the gradient is asked for; where all came, it reads nothing."""
 
 import math
 import weakref
@@ -55,8 +54,7 @@ class Gradients:
     Attributes:
         pieces: by parameter, what came from autograd and is not in `unsharded` yet.
         unsharded: [F * n'] from the end of a backward to its reduction, with counts; without communication it stays.
-        reduced: [n], the gradient of the shard, where any parameter has one; zero where another has none.
-    """
+        reduced: [n], the gradient of the shard, where any parameter has one; zero where another has none."""
 
     def __init__(self, flat: "FlatBuffer") -> None:
         self.layout, self.mesh, self.policy, self.master = flat.layout, flat.mesh, flat.policy, flat.master
@@ -179,8 +177,7 @@ class Reduction:
 
     On a device all of it is queued at once. The whole gradient is freed when the next unit's is complete. What follows the
     reduce-scatter (all-reduce, copy to the host) is waited for at the end of the backward, since the optimizer is the first
-    to read it; earlier, where it is added to the gradient of an earlier backward, or where a hook reads it.
-    """
+    to read it; earlier, where it is added to the gradient of an earlier backward, or where a hook reads it."""
 
     def __init__(
         self, target: Gradients, gradient: Tensor, arrived: frozenset[int], *, streams: CommStreams, stays: bool
@@ -305,8 +302,7 @@ class FlatBuffer:
     Args:
         entries: parameters of one dtype and one `requires_grad`, on meta or with values (the same on all ranks); with the
             modules that hold each, its name in error messages, and its optimizer group.
-        dtype: of the gathered buffer.
-    """
+        dtype: of the gathered buffer."""
 
     leaf: type[LeafOfSharded] = LeafOfSharded
 

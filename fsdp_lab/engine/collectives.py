@@ -4,8 +4,7 @@ On a CPU there are no streams: Gloo's threads move the bytes while Python goes o
 What remains to be done then (`then`) runs in the thread that waits; on a GPU it is queued on the stream at once.
 
 A gather's output is passed as an alias that does not share the version counter (`.data`): Gloo raises the counter from its
-own thread when the bytes arrive, and autograd would take the views that it saved for modified ones.
-"""
+own thread when the bytes arrive, and autograd would take the views that it saved for modified ones."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -9,8 +9,7 @@ over; what comes later all the same (a parameter used again outside) is reduced 
 pass hold its `Pass`; when the graph is freed without a backward, so are they.
 
 torch.compile is kept out of the hooks: what they do must happen at every call, so a compiled module calls them, and its
-graph begins after the first and ends before the second.
-"""
+graph begins after the first and ends before the second."""
 
 import sys
 import weakref

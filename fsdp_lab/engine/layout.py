@@ -3,8 +3,7 @@
 A buffer of F ranks has F shards of equal length. Parameters follow one another, those of one optimizer group together (a
 `region`), each beginning on a 16-byte boundary: kernels are slow on misaligned views. Shards cut wherever they fall, also
 through a parameter, so a rank's part of a parameter is a range of elements, perhaps an empty one (arXiv 2304.11277, section
-3.2.1: FlatParameter). What no parameter covers is padding; it is zero in shards and gradients.
-"""
+3.2.1: FlatParameter). What no parameter covers is padding; it is zero in shards and gradients."""
 
 import itertools
 import math

@@ -15,8 +15,7 @@ runs through one pass or several, whole or in part: a `Backward` is a run of aut
 does, so that one which an exception ended is known by its absence. What is called inside a backward is recomputed for it (an
 activation checkpoint): it is a pass of its own without a schedule, gathered there and freed by its own backward, if one
 comes, else by that of the call it repeats. Nothing that is issued depends on whether a graph is still alive: ranks could
-differ in that.
-"""
+differ in that."""
 
 import weakref
 from collections import Counter

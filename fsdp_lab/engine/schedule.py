@@ -11,8 +11,7 @@ forward and gathered again for its backward. But the units that the backward nee
 with) would be gathered again immediately, so they stay gathered. No more than these: between the two passes, where the loss
 is computed, activations are at their most. Of a unit that is called more than once only the last call may leave it gathered:
 an earlier one would add to the memory of the units in between. If nothing is freed after the forward (ZeRO-2), the limiter
-counts only the unit that computes and those gathered ahead: waiting for the others would have no effect.
-"""
+counts only the unit that computes and those gathered ahead: waiting for the others would have no effect."""
 
 import enum
 from collections import deque

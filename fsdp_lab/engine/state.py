@@ -6,8 +6,7 @@ holds a whole model that it did not ask for. Whole tensors can be loaded into an
 A model may be built on meta and sharded before it has values (arXiv 2304.11277, section 3.1). They come from
 `load_full_state`, also from a function of names, from torch's `set_model_state_dict`, or from `module.to_empty` and the
 modules' own initialisation, which writes to the sharded tensors; what was never given a value reads as NaN. Buffers are not
-sharded; the caller fills them.
-"""
+sharded; the caller fills them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -64,8 +63,7 @@ def full_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def load_full_state(module: nn.Module, values: Mapping[str, Tensor] | Callable[[str], Tensor]) -> None:
     """Set every parameter from whole tensors; not collective, each rank takes its part.
 
-    Raises ShardError: a name is missing, or a shape differs; nothing has been changed then if `values` is a mapping.
-    """
+    Raises ShardError: a name is missing, or a shape differs; nothing has been changed then if `values` is a mapping."""
     shards = shards_of(module)
     if isinstance(values, Mapping):
         for shard in shards:

@@ -24,8 +24,7 @@ computation, which is most of what the engine adds. All parameters of a unit hav
   is zero, so AdamW still applies weight decay and old moments to it. FSDP2 leaves it alone. If a whole unit has none, then
   nothing is reduced, and its shard is left alone; that must be so on all ranks, or they wait for each other forever.
 - A parameter that two modules share must be in one unit: the root's, say, for an embedding tied to the output layer.
-- Ranks begin with equal values, and an exception in the middle of a step leaves units gathered: start again.
-"""
+- Ranks begin with equal values, and an exception in the middle of a step leaves units gathered: start again."""
 
 from __future__ import annotations
 
@@ -110,8 +109,7 @@ class TinyUnit:
     Attributes:
         params: in the order of the module's definition, each once.
         full: [F * n], of which they are views; it has memory only while the unit is gathered.
-        shard: [n], this rank's part, which the optimizer trains; its `grad` is the mean over all ranks.
-    """
+        shard: [n], this rank's part, which the optimizer trains; its `grad` is the mean over all ranks."""
 
     full: Tensor
 
@@ -192,8 +190,7 @@ def fully_shard(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn
     """Make a unit of the parameters that no unit inside the module has: call it on blocks first, and on the root last.
 
     group: the ranks to shard over; None: all. The parameters have one dtype, and the same values on all ranks. Returns
-    the module.
-    """
+    the module."""
     taken = {id(p) for unit in units_of(module) for p in unit.params}
     params = [p for p in module.parameters() if id(p) not in taken]
     if params:

@@ -27,8 +27,7 @@ class UnitState(enum.Enum):
 class Unit:
     """One or several modules whose parameters live in the same flat buffers.
 
-    `name` is that of its first module in the root, "" for the root itself; it is known once the root is.
-    """
+    `name` is that of its first module in the root, "" for the root itself; it is known once the root is."""
 
     def __init__(
         self, modules: Sequence[nn.Module], flats: Sequence[FlatBuffer], mesh: ShardMesh, policy: ShardPolicy

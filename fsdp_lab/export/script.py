@@ -238,12 +238,8 @@ def _model(w: Workload, files: Files | None) -> dict[str, Any]:
     config = files.model.config
     has_experts = any("expert" in name and not name.startswith("_") for name in vars(config))
     more = f", experts_implementation={literal(config._experts_implementation)}" if has_experts else ""
-    return {
-        "model_class": type(files.model).__name__,
-        "from_pretrained": f"{folder}, dtype=torch.float32{more}",
-        "masked": files.kind == "masked",
-        "weighs": files.weighs,
-    }
+    loads = {"model_class": type(files.model).__name__, "from_pretrained": f"{folder}, dtype=torch.float32{more}"}
+    return {**loads, "masked": files.kind == "masked", "weighs": files.weighs}
 
 
 def _names_of(skeleton: nn.Module, modules: Iterable[nn.Module]) -> list[str]:

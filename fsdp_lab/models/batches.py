@@ -11,8 +11,7 @@ which would count a label of a short sample for more. So `Batches` gives each mi
     labels of the micro-batch x world_size x accumulate / labels of the global batch
 
 by which its loss is multiplied. Every rank knows the numbers of all samples' labels, so that nothing is sent. Labels are
-counted as the loss does: a causal model does not predict a row's first token.
-"""
+counted as the loss does: a causal model does not predict a row's first token."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -63,8 +62,7 @@ class Batches:
         source: the `source` of another Batches that differs in no field of `SOURCE_FIELDS`, to load it once.
         progress: what to call while the data is made into tokens.
 
-    Raises SpecError: data that cannot be read, is too short, or does not suit this kind of model.
-    """
+    Raises SpecError: data that cannot be read, is too short, or does not suit this kind of model."""
 
     def __init__(self, workload: Workload, config: Any, *, rank: int, world_size: int, source: Source | None = None,
                  progress: Progress = no_progress) -> None:  # fmt: skip
@@ -104,8 +102,7 @@ class Batches:
         `count`. The samples are spread evenly over all that are held out and do not depend on world size or micro-batch.
         All ranks get the same number of batches of one shape; those that fill up the last ones have no labels.
 
-        Raises SpecError: no samples are held out.
-        """
+        Raises SpecError: no samples are held out."""
         count = self.check_held_out(count)
         held = held_out_count(self._workload, self.source.count)
         positions = self.source.count - held + np.arange(count, dtype=np.int64) * held // count

@@ -9,8 +9,7 @@ copy of that module, from the parameter's generator.
 Note: pieces. A rank needs a range of each parameter, and a random generator cannot jump. So values are drawn in pieces up
 to the end of the range, and only the range is kept. Functions that fill element after element give the same bits in pieces
 as at once, since torch draws normal values sixteen together, and the last sixteen of a tensor anew. Others draw the whole
-parameter.
-"""
+parameter."""
 
 import copy
 import hashlib
@@ -47,8 +46,7 @@ def parameters_on_meta() -> Iterator[None]:
     Under `torch.device("meta")` the buffers that a constructor computes (rotary frequencies, position ids, BatchNorm
     statistics) would be lost, and no later call restores all of them. So parameters are replaced in
     `nn.Module.register_parameter`, through which all of them go. One that is on meta already is not replaced, so that a
-    tensor registered under two names (tied) stays one tensor.
-    """
+    tensor registered under two names (tied) stays one tensor."""
     register = nn.Module.register_parameter
     builder = threading.get_ident()
 
@@ -70,8 +68,7 @@ def build_skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     Attention is PyTorch's scaled_dot_product_attention if the model supports it. `config` is the result of `resolve`, and is
     copied. Values come from `Initializer`.
 
-    Raises SpecError: no model can be built from it (widths that do not divide, ...), with the model's own message.
-    """
+    Raises SpecError: no model can be built from it (widths that do not divide, ...), with the model's own message."""
     config = copy.deepcopy(config)
     kind = facts_of(config).kind
     classes = getattr(modeling_auto, _HEADS[kind])[type(config)]
@@ -97,8 +94,7 @@ def build_skeleton(config: PreTrainedConfig) -> PreTrainedModel:
 def frozen_names(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     """The names of the parameters that the patterns freeze; a tied one goes by its first name.
 
-    Raises SpecError: a pattern matches nothing, or nothing is left to train.
-    """
+    Raises SpecError: a pattern matches nothing, or nothing is left to train."""
     if patterns is None:
         return []
     names = [name for name, _ in model.named_parameters()]
@@ -168,8 +164,7 @@ class Initializer:
 
     `name` is that of `model.named_parameters()` of the unwrapped model, so a tied parameter has one name, its first. The
     model is only read and may be a skeleton. The values are equal in every process and for
-    every world size on one kind of CPU (the normal distribution's last bit can differ between vector units).
-    """
+    every world size on one kind of CPU (the normal distribution's last bit can differ between vector units)."""
 
     buffers: Sequence[str] = ()  # none is drawn: they have the values that the model's constructor computed
 

@@ -2,8 +2,7 @@
 `model_folder` and `weights_folder`: where a Workload's are. Neither torch nor transformers is imported.
 
 Note: one process of a machine makes a file, under a lock (filelock), which is free again when that process ends, however it
-ends. Others poll, so that they can be interrupted.
-"""
+ends. Others poll, so that they can be interrupted."""
 
 import functools
 import os
@@ -34,8 +33,7 @@ def no_progress(awaits: bool) -> None:
 def cached(name: str, make: Callable[[Path], None], progress: Progress = no_progress) -> Path:
     """The file of that name in the cache, made by `make` at a place of its own if nobody has.
 
-    Raises SpecError: it cannot be written, as where there is no room; and what `make` raises.
-    """
+    Raises SpecError: it cannot be written, as where there is no room; and what `make` raises."""
     import platformdirs
     from filelock import FileLock, Timeout
 
@@ -73,8 +71,7 @@ def hub_folder(name: str, field: str, files: tuple[str, ...] | None = None, *, k
     """The folder with those files of a repository of the Hub, fetched if this machine has not, and looked for once in a
     process. `files`: patterns; None: all.
 
-    Raises SpecError: of `field`: the Hub has no such repository, or cannot be reached.
-    """
+    Raises SpecError: of `field`: the Hub has no such repository, or cannot be reached."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -105,8 +102,7 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf", ".metadata")  # the 
 def weights_folder(workload: Workload) -> Path | None:
     """The folder of the weights that a workload begins with; None: random values.
 
-    Raises SpecError: `weights` is "own", and its model is no folder.
-    """
+    Raises SpecError: `weights` is "own", and its model is no folder."""
     w = workload
     if w.weights not in (None, OWN):
         return None if w.weights == RANDOM else Path(str(w.weights)).expanduser()

@@ -1,8 +1,7 @@
 """`check`: validates a workload before any process is started.
 
 Importing it, and checking a preset, needs neither torch nor transformers. A custom config is built and run on the meta
-device, which takes a fraction of a second once transformers is imported.
-"""
+device, which takes a fraction of a second once transformers is imported."""
 
 import math
 import warnings

@@ -34,8 +34,7 @@ def resolve(model: str | Mapping[str, Any] | PreTrainedConfig, *, dropout: str =
     left out (`layerdrop`): ranks that skip different ones would not gather the same. Experts are computed eagerly where
     the config does not say how: see `leaves_experts_open`.
 
-    Raises SpecError: no such model, or a config that transformers refuses.
-    """
+    Raises SpecError: no such model, or a config that transformers refuses."""
     config = given_config(model)
     if getattr(config, "quantization_config", None):
         reason = "its config is of quantized weights, which cannot be trained"

@@ -6,8 +6,7 @@ is no vocabulary file. But a literal "</s>" or "<extra_id_0>" in the text stays 
 Synthetic images are waves: a class has its own direction, wavelength and colours, a sample its own phase, strength and
 noise. They are the same everywhere, and a small model learns them in some tens of steps.
 
-Neither torch nor transformers is imported.
-"""
+Neither torch nor transformers is imported."""
 
 import hashlib
 import math
@@ -62,8 +61,7 @@ def open_text(data: str) -> Text:
     is memory-mapped and may have any size. In a folder, every file that looks like text (no zero byte at its start, not
     hidden) is read, sorted by path, up to `FOLDER_CAP_BYTES`.
 
-    Raises SpecError: it does not exist, cannot be read, or contains no text.
-    """
+    Raises SpecError: it does not exist, cannot be read, or contains no text."""
     if data == "stdlib":
         version = platform.python_version()
         return _joined(stdlib_files(), STDLIB_CAP_BYTES, f"the standard library of Python {version}")
@@ -177,8 +175,7 @@ class FolderImages:
     ImageFolder does, by `convert`: without what is transparent, not turned as EXIF says, the first one of an animation.
     Values of more than 8 bits, of which `convert` would cut off what is above 255, are refused.
 
-    Raises SpecError: no such folder, no class in it, or more classes than the model has.
-    """
+    Raises SpecError: no such folder, no class in it, or more classes than the model has."""
 
     def __init__(self, folder: str, facts: Facts) -> None:
         assert facts.image_pixels is not None

@@ -9,8 +9,7 @@ square, masked half included. For a decoder this is exactly the published rule
     FLOPs per token = 6 N + 12 L H S
 
 where N counts the weights of matrix products (the output head among them, the embedding table not), L the layers, H their
-width and S the sequence length (PaLM, arXiv 2204.02311, appendix B).
-"""
+width and S the sequence length (PaLM, arXiv 2204.02311, appendix B)."""
 
 import copy
 import time
@@ -56,8 +55,7 @@ def count_flops(
     Takes 0.1 s for small models, 1 to 2 s for the largest. A model whose computation depends on values (mixtures of
     experts, BART's masks) cannot run on meta tensors: it is estimated as 6 N per token, with a warning.
 
-    Raises SpecError: the model can be built but its forward fails.
-    """
+    Raises SpecError: the model can be built but its forward fails."""
     facts = facts_of(config)
     config = copy.copy(config)
     config.use_cache = True  # otherwise decoders look for packed sequences in the positions, which needs values
@@ -165,8 +163,7 @@ class BestPeak:
     """A device's peak in one dtype, raised to what its steps reach, so that a utilisation is never above 100 %.
 
     A step can be faster than the measured matrix products: other work used the cores meanwhile, or the dtype's speed
-    depends on shapes that were not tried. A step above a data sheet shows that the sheet is not this device's.
-    """
+    depends on shapes that were not tried. A step above a data sheet shows that the sheet is not this device's."""
 
     def __init__(self, given: Peak) -> None:
         self.given = self._best = given
@@ -184,8 +181,7 @@ def device_peak(device: torch.device | str, dtype: torch.dtype) -> Peak:
 
     Measuring takes about 0.3 s and uses torch's current number of threads; ranks that measure at the same time share the
     cores. fp32 on a GPU means without TF32, unless torch is set to use it. A slice of a GPU (MIG) and a GPU that is not in
-    the table are measured.
-    """
+    the table are measured."""
     device = torch.device(device)
     if device.type == "cuda":
         column = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "")
@@ -200,8 +196,7 @@ def device_peak(device: torch.device | str, dtype: torch.dtype) -> Peak:
 def measured_peak(device: torch.device | str, dtype: torch.dtype) -> Peak:
     """The best of matrix products of several sizes in the three layouts of training, measured now, beside any other work.
 
-    One layout is not enough: without bf16 units a CPU multiplies A^T B twenty times as fast as A B.
-    """
+    One layout is not enough: without bf16 units a CPU multiplies A^T B twenty times as fast as A B."""
     device = torch.device(device)
     best, kind, count = 0.0, "", 0
     try:

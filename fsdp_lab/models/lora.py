@@ -4,8 +4,7 @@ peft puts a layer of its own around each target, inside of the model, whose clas
 called "base_layer" then; `base_name` is the name without that. All parameters but those of adapters are frozen.
 
 Note: initial values. Those of the model are drawn or read as without adapters, so that adding them changes no loss before
-the first update: one of A and B begins with zeros. The other is drawn as peft draws it, from (seed, name).
-"""
+the first update: one of A and B begins with zeros. The other is drawn as peft draws it, from (seed, name)."""
 
 from __future__ import annotations
 

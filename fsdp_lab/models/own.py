@@ -7,8 +7,7 @@ built with its parameters on meta; but a module with buffers, which may be rando
 
 Note: random numbers. What a dataset draws in `__getitem__` depends on (seed, number of the sample), and what the module
 and the loss draw, as dropout does, on (seed, first sample of the micro-batch; in an evaluation, of the held-out batch). So
-both are equal for all backends, and for all world sizes at the same micro-batch.
-"""
+both are equal for all backends, and for all world sizes at the same micro-batch."""
 
 import hashlib
 import random

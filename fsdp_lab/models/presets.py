@@ -5,8 +5,7 @@ Neither torch nor transformers is imported, except by `facts_of` for a model typ
 Small presets are sized for two CPU ranks, with the 384 ids of ByT5 (3 special ids, 256 bytes, 125 extra ids) and small
 images. Large ones have the shape and vocabulary of a published model; the bytes of the text use 259 of their ids. The
 number of positions does not grow with `Workload.seq_len`: another sequence length must not change the model, or a live run
-could not keep its parameters. `fsdp_lab.models.check` refuses a longer sequence and names presets that take it.
-"""
+could not keep its parameters. `fsdp_lab.models.check` refuses a longer sequence and names presets that take it."""
 
 import difflib
 import json
@@ -244,8 +243,7 @@ class Facts:
 def facts_of(config: Any) -> Facts:
     """Facts of a dict with "model_type" or of a transformers config.
 
-    Raises SpecError: transformers has no model for it of a kind that the lab trains.
-    """
+    Raises SpecError: transformers has no model for it of a kind that the lab trains."""
 
     def read(name: str, default: Any = None) -> Any:
         parts = (config, getattr(config, "text_config", None), getattr(config, "vision_config", None))

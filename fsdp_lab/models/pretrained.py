@@ -5,8 +5,7 @@
 Note: names. transformers' own tables rename what is in a file: those of the model's class, old spellings (LayerNorm.gamma),
 and the prefix of the base model, which is added or removed. A tied parameter has one name in a model, its first; a file may
 have it under any of its names, or under several, whose values must then be equal. What a table merges or splits, such as
-experts that a file has one by one, is refused.
-"""
+experts that a file has one by one, is refused."""
 
 import glob
 import json
@@ -37,8 +36,7 @@ def initial_values(
 ) -> "Initializer | Pretrained":
     """Returns what a model begins with: random values, or those of `weights`. Raises SpecError if these do not fit.
 
-    `check` is called between two pieces that are drawn or read; what it raises ends it.
-    """
+    `check` is called between two pieces that are drawn or read; what it raises ends it."""
     if weights is None:
         return Initializer(model, workload.seed, check)
     return Pretrained(model, workload, weights, check)
@@ -52,8 +50,7 @@ class Pretrained:
         buffers: persistent buffers that the folder has values for; the others keep those of the model.
 
     Raises SpecError: a tensor is missing, has another shape, or has no place in the model, and `Workload.fresh_weights` does
-    not have its name.
-    """
+    not have its name."""
 
     def __init__(
         self, model: nn.Module, workload: Workload, weights: Weights, check: Callable[[], object] = lambda: None
@@ -139,13 +136,11 @@ class _Match:
         if not (missing or misshapen or extra):
             return
         shapes = [f"{name}: {self.misshapen[name]}" for name in misshapen]
+        found = {"lack {} of the model's tensors": missing, "have {} of another shape": shapes}
+        found["have {} that it has no place for"] = extra
         said = [
             f"{what.format(len(names))} ({', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''})"
-            for what, names in (
-                ("lack {} of the model's tensors", missing),
-                ("have {} of another shape", shapes),
-                ("have {} that it has no place for", extra),
-            )
+            for what, names in found.items()
             if names
         ]
         patterns = [*fresh, *smallest_patterns({*missing, *misshapen, *extra}, self._names)]

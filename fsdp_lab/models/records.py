@@ -7,8 +7,7 @@ then. A folder is one of records if all its files are, apart from those about th
 is refused, but a .json beside text is text.
 
 Note: the digest. Every rank needs it before it knows whether there is anything to do, whatever the size of the data. So it
-has of each file the name, the size and the time of the last change.
-"""
+has of each file the name, the size and the time of the last change."""
 
 import hashlib
 import json

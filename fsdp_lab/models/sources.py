@@ -2,8 +2,7 @@
 
 Packed, all samples are one after the other, and a row is a window of seq_len of that, which may hold several samples or a
 part of one; a shorter rest is dropped. Padded, a row is one sample, with padding behind it that is neither attended to nor
-predicted. Rows without any label (a window between two answers) are left out.
-"""
+predicted. Rows without any label (a window between two answers) are left out."""
 
 from typing import Any, NamedTuple, TypeAlias
 
@@ -32,8 +31,7 @@ class Source:
 
     Attributes:
         labels: how many labels count of each sample, all above 0; None: of every sample the same number.
-        is_chat: whether samples are chats, whose answers are predicted.
-    """
+        is_chat: whether samples are chats, whose answers are predicted."""
 
     count: int
     description: str
@@ -196,8 +194,7 @@ class HalvedTokens(TokenSource):
 class MaskedTokens(TokenSource):
     """15% of a row's tokens are predicted, at least one, never a special one: 80% of them show the mask, 10% a random token.
 
-    The places depend on the sample's number, so they differ between epochs. Their number depends on the row alone.
-    """
+    The places depend on the sample's number, so they differ between epochs. Their number depends on the row alone."""
 
     def __init__(
         self, tokens: Tokens, tokenizer: Tokenizer, workload: Workload, facts: Facts, progress: Progress

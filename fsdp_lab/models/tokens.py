@@ -9,8 +9,7 @@ Note: loss on the answers only. A chat, with its tools, becomes tokens by the to
 what the assistant says ({% generation %}), the mask is the template's. Otherwise the chat is rendered up to each answer,
 with and without it: where the tokens of both are the beginning of the whole chat's, the answer is what lies between them, up
 to its last end token (what the template writes after it is no part of an answer). Where they are not, the answers have no
-exact place, and the chat is refused.
-"""
+exact place, and the chat is refused."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ class ByteTokenizer:
         end_id: the token that ends a sample. pad_id: of padding, which no loss and no attention sees.
         mask_id: None where it has none.
         special_ids: those that stand for no text.
-        has_template: whether it has a template for chats. marks_answers: whether that marks what the assistant says.
-    """
+        has_template: whether it has a template for chats. marks_answers: whether that marks what the assistant says."""
 
     name, digest, vocabulary = BYTES, BYTES, SMALLEST_VOCABULARY
     pad_id, end_id, mask_id = 0, 1, 2

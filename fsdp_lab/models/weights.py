@@ -4,8 +4,7 @@ It reads safetensors, one file or several with their index, as `save_pretrained`
 `HuggingFaceStorageWriter`; and the checkpoints of a run of this lab.
 
 Note: by range. The header of a file of safetensors says where each tensor lies, so a rank reads its ranges, a piece at a
-time, and never holds more.
-"""
+time, and never holds more."""
 
 import hashlib
 import json
@@ -72,8 +71,7 @@ class StoredTensor:
 class Weights:
     """The tensors of a folder, by the names that they have there.
 
-    Raises SpecError: there are none, they are in a format that is not read, or a file is broken.
-    """
+    Raises SpecError: there are none, they are in a format that is not read, or a file is broken."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser()
@@ -108,8 +106,7 @@ class Weights:
         """Sets `target` [n], flat, of any dtype and on any device, to elements [start, start + n) of a tensor.
 
         `check` is called before each piece that is read; what it raises ends the reading. Raises OSError for a file that
-        cannot be read, or became shorter.
-        """
+        cannot be read, or became shorter."""
         stored, stop, target = self[name], start + target.numel(), target.detach()
         for part in stored.parts:
             last = min(stop, part.begin + part.numel)
@@ -187,10 +184,9 @@ def _joined(name: str, entries: "Sequence[_Entry]") -> StoredTensor:
     rows = [max(e.offsets[0] + e.sizes[0] for e in entries)] if first.sizes else []
     shape = (*rows, *first.sizes[1:])
     row = math.prod(shape[1:])
-    parts = [
-        FilePart(path=e.path, begin=row * sum(e.offsets[:1]), numel=math.prod(e.sizes), begin_byte=e.begin_byte)
-        for e in entries
-    ]
+    begins = [row * sum(e.offsets[:1]) for e in entries]
+    pairs = zip(begins, entries, strict=True)
+    parts = [FilePart(path=e.path, begin=n, numel=math.prod(e.sizes), begin_byte=e.begin_byte) for n, e in pairs]
     if any(e.sizes[1:] != shape[1:] or any(e.offsets[1:]) for e in entries):
         hint = "write them with HuggingFaceStorageWriter(enable_consolidation=True)"
         raise _broken(f"{first.path.parent} has {name} in parts that are not whole rows", hint)
@@ -247,8 +243,7 @@ def unwrap_names(folder: str | os.PathLike[str], to: str | os.PathLike[str]) -> 
     """Writes the safetensors of `folder` into the new folder `to`, without "module.", "_orig_mod." and the like in names.
     Other files, such as config.json, are copied. One file is in memory at a time. Returns `to`.
 
-    Raises ArgumentError: there are no safetensors, two names become the same, or `to` exists.
-    """
+    Raises ArgumentError: there are no safetensors, two names become the same, or `to` exists."""
     source, target = Path(folder).expanduser(), Path(to).expanduser()
     files = sorted(source.glob(f"*{SAFETENSORS}"))
     if not files:

@@ -1,7 +1,6 @@
 """Wrapping policies: which modules become FSDP units (arXiv 2304.11277, section 4.2).
 
-`units` implements the policies of `Strategy.wrap`; parameters of no unit belong to the root's.
-"""
+`units` implements the policies of `Strategy.wrap`; parameters of no unit belong to the root's."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -18,8 +17,7 @@ _INSIDE_STAGES = ("ResNetBasicLayer", "ResNetBottleNeckLayer", "ConvNextLayer")
 def units(model: nn.Module, wrap: str) -> list[list[nn.Module]]:
     """The modules of each unit below the root, in the order of the model.
 
-    Raises SpecError: `wrap` is no policy, or no module matches it.
-    """
+    Raises SpecError: `wrap` is no policy, or no module matches it."""
     Strategy(wrap=wrap)  # validates it
     kind, _, argument = wrap.partition(":")
     if kind == "whole":

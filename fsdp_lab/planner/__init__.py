@@ -10,5 +10,4 @@ Reading order:
 - `shapes`: the `ModelShape` of a model. Recording one needs torch; presets are read from a file.
 
 The published measurements behind `devices.PUBLISHED` and `bands.PUBLISHED_ERRORS`, and how these were fitted to them, are in
-`tests/planner/research`.
-"""
+`tests/planner/research`."""

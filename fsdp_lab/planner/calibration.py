@@ -19,8 +19,7 @@ of ranks on the same devices under the same other load.
 On a GPU the host runs ahead of the device, and the smallest models show its time alone: that of a kernel
 (`Rates.eager_s`) from DDP's, which adds next to nothing to a block, then of a step, a gather or reduction, and a tensor.
 Norms, activations and losses take as long as copies of as many bytes (`UnitShape.kernels`). Predictions of this path have
-not been compared with measured steps of a GPU.
-"""
+not been compared with measured steps of a GPU."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -273,11 +272,8 @@ class Calibration:
 
 def _curves(rows: Mapping[str, Sequence[Sequence[float]]], size: int) -> dict[str, Curve]:
     """Curves by link bytes, from rows by payload bytes."""
-    return {
-        kind: Curve.of((link_bytes(kind, payload, size), seconds) for payload, seconds in each)
-        for kind, each in rows.items()
-        if kind in PASSES
-    }
+    sent = {kind: [(link_bytes(kind, n, size), s) for n, s in rows[kind]] for kind in rows if kind in PASSES}
+    return {kind: Curve.of(each) for kind, each in sent.items()}
 
 
 def _mean(each: Sequence[Any]) -> Any:

@@ -11,10 +11,7 @@ Collectives: a ring of n ranks sends (n-1)/n of the payload over every link for 
 for an all-reduce (Patarasu and Yuan, 2009; nccl-tests' "busbw" is that over the time). Within a host each device has its own
 link. Between hosts NCCL makes several rings through different network cards, so that one group's ring has the whole host's
 network; groups on the same hosts share it. Switches of Hopper's hosts and later ones add up themselves (NVLS), so that an
-all-reduce inside such a host sends each byte once instead of twice.
-"""
-
-from __future__ import annotations
+all-reduce inside such a host sends each byte once instead of twice."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -173,7 +170,7 @@ def saved_bytes(unit: UnitShape, tokens: int, dtype: str) -> float:
 
 
 def traffic_bytes(
-    unit: UnitShape, tokens: int, dtype: str, traffic: Bytes | None, *, fused: bool
+    unit: UnitShape, tokens: int, dtype: str, traffic: "Bytes | None", *, fused: bool
 ) -> tuple[float, float]:
     """Bytes of a sample's forward and backward, from the traffic of a token; None: in proportion to what is saved."""
     size = unit.share * tokens * BYTES[dtype] / 2

@@ -1,10 +1,7 @@
 """The hardware of a prediction: a `Machine` of `Device`s, and the `Rates` that software reaches on it.
 
 Data sheets are in `fsdp_lab.base.hardware`. If no source has measured how much of the peak large matrix products reach, the
-share of an A100 is assumed and listed in the plan.
-"""
-
-from __future__ import annotations
+share of an A100 is assumed and listed in the plan."""
 
 import bisect
 import difflib
@@ -27,7 +24,7 @@ class Curve:
     points: tuple[tuple[float, float], ...]  # (size, seconds), sizes rising
 
     @classmethod
-    def of(cls, rows: Iterable[Sequence[float]]) -> Curve:
+    def of(cls, rows: Iterable[Sequence[float]]) -> "Curve":
         """From rows [size, seconds] in any order; equal sizes are averaged. Raises ValueError if there are none."""
         by_size: dict[float, list[float]] = {}
         for size, seconds in rows:
@@ -149,11 +146,8 @@ def device_table() -> Table:
     for d in DEVICES.values():
         peaks = [d.peak_flops_per_s.get(dtype, 0) for dtype in ("bf16", "fp16", "fp32")]
         cells = [f"{peak / 1e12:.4g}" if peak else "–" for peak in peaks]
-        cells += [
-            f"{d.memory_bytes / GIB:.4g}",
-            f"{d.memory_bytes_per_s / 1e12:.3g}",
-            f"{d.link_bytes_per_s / 1e9:.3g}",
-        ]
+        cells += [f"{d.memory_bytes / GIB:.4g}", f"{d.memory_bytes_per_s / 1e12:.3g}"]
+        cells.append(f"{d.link_bytes_per_s / 1e9:.3g}")
         rows.append((d.name, *cells, (VARIANTS.get(d.name) or GPUS[d.name]).source))
     rates_of = ("bf16 TFLOPS", "fp16 TFLOPS", "fp32 TFLOPS", "GiB", "TB/s", "link GB/s")
     return Table(columns=("name", *rates_of, "source"), rows=tuple(rows), left=frozenset(("name", "source")))
@@ -192,7 +186,7 @@ class Machine:
         """Returns whether so many ranks are a part of a host, or whole hosts."""
         return ranks <= self.per_host or ranks % self.per_host == 0
 
-    def with_ranks(self, ranks: int) -> Machine:
+    def with_ranks(self, ranks: int) -> "Machine":
         """The same devices and network with a number of ranks that it `allows`."""
         hosts = max(1, ranks // self.per_host)
         resized = machine(self.device, ranks, hosts=hosts, network_gbit_per_s=self.network_bytes_per_s * 8 / 1e9)
@@ -201,7 +195,7 @@ class Machine:
             assumed["hosts"] = f"{hosts}, of {self.per_host} devices each"
         return replace(resized, assumed=assumed)
 
-    def limited(self, limit_bytes: int | None) -> Machine:
+    def limited(self, limit_bytes: int | None) -> "Machine":
         """The same machine with a memory limit per device. Raises ArgumentError for one of 0 or less."""
         if limit_bytes is None:
             return self

@@ -1,8 +1,7 @@
 """`memory`: the memory of a rank during a step, by the classes of the measured ledger, and its peak.
 
 The model's tape of one step (`fsdp_lab.planner.model_shape`) is replayed with the sizes of the Spec. At every point of the
-schedule the backend's `MemoryModel` allocates and frees what it gathers, keeps and sends.
-"""
+schedule the backend's `MemoryModel` allocates and frees what it gathers, keeps and sends."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

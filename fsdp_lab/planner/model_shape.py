@@ -1,10 +1,7 @@
 """`ModelShape`: the sizes of a model's units, from which the planner computes memory and time. No torch.
 
 `fsdp_lab.planner.shapes.recorded` records it from any transformers config, with tapes: the allocations and frees of a step
-of the plain model, ordered by time.
-"""
-
-from __future__ import annotations
+of the plain model, ordered by time."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +32,7 @@ class SizeFormula:
 
     terms: tuple[tuple[int, int, float], ...]
 
-    def __add__(self, other: SizeFormula) -> SizeFormula:
+    def __add__(self, other: "SizeFormula") -> "SizeFormula":
         terms: dict[tuple[int, int], float] = {}
         for b, t, c in (*self.terms, *other.terms):
             terms[b, t] = terms.get((b, t), 0) + c
@@ -52,7 +49,7 @@ class Kernels:
     count: float
     size: SizeFormula
 
-    def __add__(self, other: Kernels) -> Kernels:
+    def __add__(self, other: "Kernels") -> "Kernels":
         return Kernels(self.count + other.count, self.size + other.size)
 
 
@@ -147,8 +144,7 @@ class ModelShape:
 
     `calls`, if recorded: the forward as a tree of calls, (unit, index of the enclosing call). `tapes`: of a forward and a
     backward of the plain model, by arithmetic: "fp32", "half", "autocast" (fp32 parameters, matrix products in half), each
-    also with recomputation of every block: "fp32, recompute" and so on.
-    """
+    also with recomputation of every block: "fp32, recompute" and so on."""
 
     name: str
     units: tuple[UnitShape, ...]
@@ -203,7 +199,7 @@ class ModelShape:
         return {**d, "batch": _terms(self.batch)}
 
     @classmethod
-    def from_dict(cls, d: Mapping[str, Any]) -> ModelShape:
+    def from_dict(cls, d: Mapping[str, Any]) -> "ModelShape":
         units = [_unit_from_dict(row) for row in d["units"]]
         sizes = [_size(terms) for terms in d["sizes"]]
         changes = [tuple(_change_from_list(x, sizes) for x in row) for row in d["changes"]]

@@ -217,18 +217,15 @@ class Plan:
 
     def _bands(self) -> dict[str, float]:
         """Ends of the 80 % band beside each figure, and of the 50 % band of times."""
-        ranks, told = self.machine.ranks, dict[str, Band]()
+        ranks, told = self.machine.ranks, dict[tuple[str, str], Band]()  # by name and end
         for end, level in (("", COVERED), ("_50", 0.5)):
             step_s, tokens = self.step_time_band_s(level), self.tokens_per_s_band(level)
             each = Band(tokens.low / ranks, tokens.high / ranks)
-            told |= {f"step_time_s{end}": step_s, f"tokens_per_s{end}": tokens, f"tokens_per_s_per_rank{end}": each}
-        told["peak_memory_bytes"] = self.memory_band_bytes(self.memory.peak_bytes)
-        told["reserved_memory_bytes"] = self.memory_band_bytes(self.memory.reserved_bytes)
-        flat = dict[str, float]()
-        for name, band in told.items():
-            base, end = (name.removesuffix("_50"), "_50") if name.endswith("_50") else (name, "")
-            flat |= {f"{base}_low{end}": band.low, f"{base}_high{end}": band.high}
-        return flat
+            told |= {("step_time_s", end): step_s, ("tokens_per_s", end): tokens, ("tokens_per_s_per_rank", end): each}
+        told["peak_memory_bytes", ""] = self.memory_band_bytes(self.memory.peak_bytes)
+        told["reserved_memory_bytes", ""] = self.memory_band_bytes(self.memory.reserved_bytes)
+        sides = ("low", "high")
+        return {f"{name}_{side}{end}": getattr(band, side) for (name, end), band in told.items() for side in sides}
 
 
 def plan(

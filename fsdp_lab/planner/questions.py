@@ -1,9 +1,6 @@
 """The planner's functions for the command line and the dashboard: plans and searches, for models by name.
 
-They look up the model's shape and the machine; the rest of the planner needs neither model names nor torch.
-"""
-
-from __future__ import annotations
+They look up the model's shape and the machine; the rest of the planner needs neither model names nor torch."""
 
 import math
 from collections.abc import Sequence
@@ -94,7 +91,7 @@ def planned_memory(spec: Spec, *, device: str) -> MemoryPlan:
 class DoesNotFit(SpecError):
     """A Spec that surely needs more memory than there is."""
 
-    def with_way_out(self, way: str = "") -> DoesNotFit:
+    def with_way_out(self, way: str = "") -> "DoesNotFit":
         """The same error, which names a way to start it all the same, if there is one."""
         return DoesNotFit(self.field, self.reason, f"give {LESS}" + (f"; or {way}" if way else ""))
 

@@ -1,8 +1,7 @@
 """Searches within a memory limit: the fastest Strategy (`search`), the `fewest` GPUs.
 
 `candidates` varies the Strategy and the micro-batch. The rest of the Spec is fixed, including the global batch, so larger
-micro-batches are fewer. All candidates that fit are simulated; none is dropped by a heuristic.
-"""
+micro-batches are fewer. All candidates that fit are simulated; none is dropped by a heuristic."""
 
 import itertools
 from collections.abc import Iterator, Sequence

@@ -4,10 +4,7 @@
 begins when its queue is free and the actions it waits for are complete. The lab's engine, and every backend on a CPU, issues
 a gather after the computation before it, as scheduled. FSDP1 and FSDP2 on a GPU issue it as far ahead as their rate limiter
 lets the host run (arXiv 2304.11277, section 3.4), so forwards overlap without prefetching. DDP gathers nothing; its units
-represent its buckets.
-"""
-
-from __future__ import annotations
+represent its buckets."""
 
 import functools
 from collections import Counter, defaultdict
@@ -114,10 +111,8 @@ class StepModel:
     def _work_s(self) -> dict[Direction, list[float]]:
         """Seconds by direction and unit: computing, and on a CPU the host's time to issue collectives."""
         send_s = self.rates.host(self.spec.strategy.backend).send_s if self._on_cpu else 0.0
-        alone = {
-            Direction.FORWARD: [w.forward_s for w in self.works],
-            Direction.BACKWARD: [w.backward_s + w.recompute_s for w in self.works],
-        }
+        alone = {Direction.FORWARD: [w.forward_s for w in self.works]}
+        alone[Direction.BACKWARD] = [w.backward_s + w.recompute_s for w in self.works]
         for direction, seconds in alone.items():
             for i in range(len(seconds)):
                 seconds[i] = seconds[i] + send_s * self.sends[i, direction] + self._copies_s[i, direction]
@@ -142,7 +137,7 @@ class StepModel:
         payloads = self._collectives(phase, elements) if copies else ()
         return payloads[0][1] if payloads else 0.0
 
-    def _micro(self, *, reduces: bool) -> SimulatedTimeline:
+    def _micro(self, *, reduces: bool) -> "SimulatedTimeline":
         ahead = self.spec.strategy.traits.runs_ahead and not self._on_cpu
         issue_s = None if self._on_cpu else functools.partial(self._issue_s, reduces=reduces)
         return Simulation(

@@ -62,8 +62,7 @@ def read_shards(folder: Path, targets: Sequence[Chunk], optional: tuple[str, ...
 
     `optional`: prefixes of names that may be missing; such a target, or the missing part of it, is left unchanged.
 
-    Raises LookupError if the files do not have all of a target, OSError if one cannot be read.
-    """
+    Raises LookupError if the files do not have all of a target, OSError if one cannot be read."""
     lacking = {c.name: (c, c.values.numel()) for c in targets}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(str(path), framework="pt") as file:

@@ -1,7 +1,6 @@
 """`write_report`: runs side by side in one HTML file, which needs no network when it is opened.
 
-Its pictures are drawn as in the dashboard, but static: curves over steps, bars a run, and timelines.
-"""
+Its pictures are drawn as in the dashboard, but static: curves over steps, bars a run, and timelines."""
 
 import json
 import math
@@ -96,16 +95,9 @@ def render(compared: Comparison, runs: Sequence[RunView | Refusal], recommended:
             same = json.dumps(run.environment, sort_keys=True, default=str)
             environments.setdefault(same, (run.environment, []))[1].append(row.label)
 
-    records = {
-        "title": title,
-        "written_unix_s": written_unix_s,
-        "version": __version__,
-        "baseline": compared.baseline,
-        "records": compared.records(),
-        "fastest": recommended.fastest,
-        "smallest": recommended.smallest,
-        "sentences": list(recommended.lines()),
-    }
+    records: dict[str, Any] = {"title": title, "written_unix_s": written_unix_s, "version": __version__}
+    records |= {"baseline": compared.baseline, "records": compared.records(), "fastest": recommended.fastest}
+    records |= {"smallest": recommended.smallest, "sentences": list(recommended.lines())}
     return filled(
         "page.html.jinja",
         title=title,
@@ -286,10 +278,9 @@ def _curve(kind: Kind, courses: Sequence[Course], x_range: Range1d) -> Chart:
     if switches:
         changes = ColumnDataSource({"step": [step for step, _ in switches], "what": [what for _, what in switches]})
         fig.add_tools(HoverTool(renderers=[draw.changes(fig, changes, "step")], tooltips="@what"))
-    keys = [
-        Key(label=f"{c.row.label} {c.row.name}", color=c.color, hatch="band" if c.band else HATCHES[c.dash])
-        for c in courses
-    ]
+    hatches = ["band" if c.band else HATCHES[c.dash] for c in courses]
+    looks = zip(courses, hatches, strict=True)
+    keys = [Key(label=f"{c.row.label} {c.row.name}", color=c.color, hatch=hatch) for c, hatch in looks]
     strides = sorted({stride for _, _, stride in series if stride > 1})
     left_out = "Without first steps after a change and ledger steps." if timed else ""
     thinned = f"Of long runs a point is the median of {' or '.join(map(str, strides))} steps." if strides else ""

@@ -2,8 +2,7 @@
 
 The page draws the trait `state`, which outlives a reload, and sends what a person chooses. A worker thread applies it,
 asks the planner and replaces the state. The fields of a `Question` are chosen one by one, as a Spec's are
-(`dashboard.fields.Choices`).
-"""
+(`dashboard.fields.Choices`)."""
 
 from __future__ import annotations
 

@@ -119,8 +119,7 @@ def write_what_if(
         progress: called with the number of combinations that are done.
 
     Raises ArgumentError: the path cannot be written, or there are too many combinations. It is raised first. FieldError:
-    every combination is refused; that of the first.
-    """
+    every combination is refused; that of the first."""
     file = check_file(path, SUFFIXES)
     check_size(product)
     rows, refusals = list[dict[str, Any]](), dict[str, FieldError]()

@@ -8,8 +8,7 @@ everything that is no tensor. Nothing is pickled but the extra states of a user'
 Note: atomic commit. A checkpoint is written to a folder whose name ends in `.partial`. When the files of all ranks are on
 disk, the manifest is added, and the folder is renamed in one operation of the file system. So a folder without that ending
 is complete, even if processes are killed at any time, and no other checkpoint is touched. Incomplete are folders with
-the ending, and those whose files do not have the lengths in the manifest, as after a copy that was interrupted.
-"""
+the ending, and those whose files do not have the lengths in the manifest, as after a copy that was interrupted."""
 
 import contextlib
 import json

@@ -144,10 +144,8 @@ def describe_fields(flat: Mapping[str, Any], names: Sequence[str]) -> str:
 
 def describe_changes(changes: Mapping[str, tuple[Any, Any]], arrow: str = "→") -> str:
     """A `Spec.difference`: `sharding full_shard → shard_grad_op, precision fp32 → bf16`."""
-    return ", ".join(
-        f"{field_title(name)} {describe_value(name, old)} {arrow} {describe_value(name, new)}"
-        for name, (old, new) in changes.items()
-    )
+    values = {n: f"{describe_value(n, old)} {arrow} {describe_value(n, new)}" for n, (old, new) in changes.items()}
+    return ", ".join(f"{field_title(name)} {both}" for name, both in values.items())
 
 
 def describe_strategy(spec: Trained) -> str:

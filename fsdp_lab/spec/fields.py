@@ -157,12 +157,8 @@ def documented(*parts: type) -> Callable[[type[Kind]], type[Kind]]:
 def html_table(values: Mapping[str, Any], rows: Mapping[str, FieldRow], bold: Collection[str]) -> str:
     """Fields with their values and what they are, those in `bold` in bold."""
     cells = [(name, rows[name].shown(value), rows[name].sentence) for name, value in values.items()]
-    lines = [
-        "".join(
-            f'<td style="text-align:left{";font-weight:bold" if row[0] in bold else ""}">{escape(c)}</td>' for c in row
-        )
-        for row in cells
-    ]
+    heads = (f'<td style="text-align:left{";font-weight:bold" if row[0] in bold else ""}">' for row in cells)
+    lines = ["".join(f"{td}{escape(c)}</td>" for c in row) for td, row in zip(heads, cells, strict=True)]
     return f"<table><tr>{'</tr><tr>'.join(lines)}</tr></table>"
 
 

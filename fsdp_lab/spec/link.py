@@ -7,8 +7,7 @@
     pcie4 of a100              a PCIe 4 slot of 16 lanes, scaled
 
 A scaled link keeps the ratio of communication to computation of that GPU, so that the same collectives overlap. Only the
-bandwidth is scaled, not a latency.
-"""
+bandwidth is scaled, not a latency."""
 
 import math
 import re
@@ -76,13 +75,10 @@ class LinkSpec:
             delay_unit = delay_unit.replace("µ", "u").replace("μ", "u")
             latency_s, latency = float(delay) * _TIMES[delay_unit], f", {float(delay):.12g} {delay_unit}"
         if not (math.isfinite(bytes_per_s) and bytes_per_s > 0 and math.isfinite(latency_s) and latency_s >= 0):
-            reason = f"{text!r} is refused"
-            raise LinkError(
-                reason, "give a finite bandwidth above 0 and a latency of 0 or more, or none for the real wire"
-            )
-        return cls(
-            text=what + (f" of {gpu}" if gpu else "") + latency, bytes_per_s=bytes_per_s, latency_s=latency_s, gpu=gpu
-        )
+            hint = "give a finite bandwidth above 0 and a latency of 0 or more, or none for the real wire"
+            raise LinkError(f"{text!r} is refused", hint)
+        canonical = what + (f" of {gpu}" if gpu else "") + latency
+        return cls(text=canonical, bytes_per_s=bytes_per_s, latency_s=latency_s, gpu=gpu)
 
     def scale(self, flops_per_s: float | None, dtype: str) -> float:
         """The factor on the bandwidth for a device with `flops_per_s` in `dtype` ("fp32", "bf16" or "fp16"). Raises

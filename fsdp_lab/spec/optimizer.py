@@ -104,8 +104,7 @@ class TorchOptimizer:
     """Raises SpecError for an argument that the class has not, or that is not given here, and for a wrong value.
 
     Attributes:
-        args: those that differ from the default, in one spelling, so that equal optimizers are equal.
-    """
+        args: those that differ from the default, in one spelling, so that equal optimizers are equal."""
 
     name: str
     args: Mapping[str, Any] = field(default_factory=Arguments)
@@ -184,9 +183,8 @@ class TorchOptimizer:
             raise self._refused(f"{name} {reason}", hint, name)
         known = self._arguments
         if name not in known and (self.is_known or not isinstance(name, str) or not name.isidentifier()):
-            raise self._refused(
-                f"{self.class_name} has no argument {name!r}", f"its arguments are {', '.join(known)}", name
-            )
+            hint = f"its arguments are {', '.join(known)}"
+            raise self._refused(f"{self.class_name} has no argument {name!r}", hint, name)
         default = known.get(str(name))
         if _read(value, default) is None:
             wanted = _WANTED.get(type(default), "a finite number, true, false, a text, or a list")
@@ -214,8 +212,7 @@ class LrSchedule:
         warmup_steps: step n < warmup_steps has (n + 1) / warmup_steps of the rate, so that no step has none.
         decay_steps: the first step at the rate of the end, which later steps keep. How long a run trains is not part of a
             Spec, so it must be given for all kinds but "constant", which has none.
-        end: the rate there, as a share of the full rate.
-    """
+        end: the rate there, as a share of the full rate."""
 
     kind: str = "constant"
     warmup_steps: int = 0

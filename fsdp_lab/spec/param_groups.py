@@ -1,7 +1,6 @@
 """`ParamGroup`: parameters, by patterns of names, with a learning rate or weight decay of their own; `unwrapped` names.
 
-Patterns are shell-style, as in `Workload.freeze`: "*" is any text, "?" one letter, "[ab]" one of these.
-"""
+Patterns are shell-style, as in `Workload.freeze`: "*" is any text, "?" one letter, "[ab]" one of these."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,10 +55,8 @@ def read_groups(value: Sequence[Any] | None) -> tuple[ParamGroup, ...] | None:
     """The groups, from what `are_groups` accepts."""
     if value is None:
         return None
-    return tuple(
-        g if isinstance(g, ParamGroup) else ParamGroup(**{**g, "match": tuple(dict.fromkeys(g["match"]))})
-        for g in value
-    )
+    made = ({**g, "match": tuple(dict.fromkeys(g["match"]))} if isinstance(g, Mapping) else g for g in value)
+    return tuple(g if isinstance(g, ParamGroup) else ParamGroup(**g) for g in made)
 
 
 def key_of(groups: Sequence[ParamGroup] | None, name: str, dimensions: int) -> GroupKey:

@@ -2,8 +2,7 @@
 
 The three are frozen and validated by their constructors, so every `Spec` can be run: anything else raises a `SpecError`
 with the field, the reason and a hint (`fix` holds the hint as field values, for a user interface). Plain dataclasses,
-neither torch nor numpy. Whether a model or a text exists is checked by `fsdp_lab.models.check`.
-"""
+neither torch nor numpy. Whether a model or a text exists is checked by `fsdp_lab.models.check`."""
 
 from __future__ import annotations
 
@@ -140,11 +139,6 @@ _ONE_AHEAD = "your engine is asked for one unit ahead, if it has the method pref
 _FSDP1_ONE_AHEAD = "FSDP1 prefetches one unit ahead at most"
 
 
-def _backends(now: Mapping[str, Any]) -> Sequence[str]:
-    """The backends, with "yours" where there is an engine of the user's."""
-    return BACKENDS if now.get("engine") is None else (*BACKENDS, YOURS)
-
-
 def _group_sizes(now: Mapping[str, Any]) -> Sequence[int | None]:
     return (None, *sorted({1, *_divisors(now["world_size"]), now["world_size"]}))
 
@@ -156,7 +150,7 @@ class Strategy:
 
     # fmt: off
     backend: str = knob("lab", one_of((*BACKENDS, YOURS)), group="Sharding", help="Whose engine shards", tokens=BACKENDS,
-                        choices=_backends, bare=True, in_name=True)
+                        choices=lambda now: (*BACKENDS, YOURS) if now.get("engine") else BACKENDS, bare=True, in_name=True)
     sharding: str = knob(
         "full_shard", one_of(SHARDINGS), group="Sharding", help="What a rank holds a shard of", bare=True, in_name=True
     )
@@ -445,11 +439,8 @@ class Spec:
 
     def with_code(self, objects: Mapping[str, Any]) -> Spec:
         """The same Spec, with the objects of code that was sent, by digest, where it has none."""
-        known = {
-            name: value.with_object(objects[value.digest])
-            for name, value in self.sent_code().items()
-            if value.given is None and value.digest in objects
-        }
+        lacking = {n: code for n, code in self.sent_code().items() if code.given is None and code.digest in objects}
+        known = {name: code.with_object(objects[code.digest]) for name, code in lacking.items()}
         return self.replace(**known) if known else self
 
     def sent_code(self) -> dict[str, UserCode]:
@@ -567,11 +558,8 @@ def _rule_sharding(spec: Spec) -> None:
         why = f"needs a shard size between 1 and world_size that divides it, and {world} ranks have none"
         raise _invalid("sharding", f"{sharding} {why}", f"use {enough} ranks, or full_shard", world_size=enough)
     if s.is_hybrid and size is not None and size not in factors:
-        reason, hint = (
-            f"{size} is not a divisor of {world} between 1 and {world}",
-            f"use one of {', '.join(map(str, factors))}",
-        )
-        raise _invalid("shard_size", reason, hint, shard_size=factors[-1])
+        reason = f"{size} is not a divisor of {world} between 1 and {world}"
+        raise _invalid("shard_size", reason, f"use one of {', '.join(map(str, factors))}", shard_size=factors[-1])
     if (refused := spec.refused_by(s.backend)) is not None:
         raise refused
 

@@ -2,10 +2,7 @@
 
 A field that takes code holds an importable name, "package.module:name", or a `UserCode`: plain values, which JSON can
 hold, so that a stored Spec has the source. The object itself is beside them in a process that has it: the kernel where
-it was given, and the ranks that it was sent to. It is in neither the JSON nor a copy made by pickle.
-"""
-
-from __future__ import annotations
+it was given, and the ranks that it was sent to. It is in neither the JSON nor a copy made by pickle."""
 
 import pkgutil
 import re
@@ -25,8 +22,7 @@ class UserCode(Mapping[str, Any]):
         code: its name. source: the text of a module that defines it, as far as text can; "" if there is none.
         digest: of all that it consists of; equal code has equal digests, in any process.
         missing: names that the source uses and does not define.
-        given: the object itself, or nothing. packed: the object as bytes, to be sent.
-    """
+        given: the object itself, or nothing. packed: the object as bytes, to be sent."""
 
     def __init__(
         self,
@@ -43,14 +39,14 @@ class UserCode(Mapping[str, Any]):
         self.given, self.packed = given, packed
 
     @classmethod
-    def of(cls, field: str, given: Mapping[str, Any]) -> UserCode:
+    def of(cls, field: str, given: Mapping[str, Any]) -> "UserCode":
         """Returns the code that a mapping describes. Raises SpecError if it describes none."""
         has_texts = all(isinstance(given.get(key), str) for key in _KEYS[:3])
         if not has_texts or not isinstance(given.get("missing"), (list, tuple)) or set(given) != set(_KEYS):
             raise SpecError(field, "this is no code that a lab has sent", "give the function itself, in the notebook")
         return cls(*(given[key] for key in _KEYS))
 
-    def with_object(self, given: Any) -> UserCode:
+    def with_object(self, given: Any) -> "UserCode":
         """The same code where the object is known."""
         return UserCode(self.name, self.source, self.digest, self.missing, given=given, packed=self.packed)
 
@@ -63,7 +59,7 @@ class UserCode(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(_KEYS)
 
-    def __deepcopy__(self, memo: Any) -> UserCode:
+    def __deepcopy__(self, memo: Any) -> "UserCode":
         return self  # it does not change, and data may be large
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -29,8 +29,7 @@ class Lora:
     """Low-rank adapters (arXiv 2106.09685): W x + alpha / r * B A x, where W is frozen, and A and B are trained.
 
     `r`: the rank. `alpha`: None: 2 r. `targets`: names of the modules that get adapters, such as "q_proj"; None: those
-    that peft chooses for the type of model. Raises SpecError.
-    """
+    that peft chooses for the type of model. Raises SpecError."""
 
     r: int
     alpha: float | None = None
@@ -156,9 +155,7 @@ class Workload:
         128, whole(2), group="Workload", label="sequence length", help="Tokens of a sample",
         choices=(32, 64, 128, 256, 512, 1024), samples=True, live=True, of_configs=True,
     )
-    micro_batch: int = knob(
-        4, whole(1), group="Workload", help="Samples per rank and forward", live=True, same_work=True
-    )
+    micro_batch: int = knob(4, whole(1), group="Workload", help="Samples per rank and forward", live=True, same_work=True)
     accumulate: int = knob(1, whole(1), group="Schedule", help="Micro-batches in a step", live=True, same_work=True)
     optimizer: str = knob(
         "adamw", _OPTIMIZER, group="Training", help="Of torch.optim. A change begins at step 0",

@@ -6,7 +6,7 @@
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -164,11 +164,11 @@ class Prediction:
     tokens: int = 0  # of all ranks in a step, counted as events count them
 
 
-def with_prediction(reading: str, predicted: str, measured: str | None) -> str:
-    """The reading, a prediction, and the measurement of the same Spec if there is one."""
+def with_prediction(own: Captions, predicted: str, measured: str | None, hatch: str) -> Captions:
+    """Adds a prediction to the reading, the measurement of the same Spec if there is one, and the legend's entry."""
     measurement = f", measured {measured}" if measured is not None else " with the chosen settings"
-    outcome = f"predicted {predicted}{measurement}"
-    return f"{reading}; {outcome}" if reading else outcome
+    reading = "; ".join(filter(None, [own.reading, f"predicted {predicted}{measurement}"]))
+    return replace(own, reading=reading, legend=(*own.legend, Key(label="predicted", token="ink.marker", hatch=hatch)))
 
 
 class BaseCard:

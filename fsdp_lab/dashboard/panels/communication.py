@@ -221,9 +221,8 @@ class RanksPanel(Panel):
         heads = ("rank", *(("host",) if named else ()), *RANK_COLUMNS)
         rows = []
         for rank, told in own.items():
-            head = Cell(
-                text=f"{rank}", about=f"{rank}", tone="bad" if rank in slow else "", title=_straggles(rank in slow)
-            )
+            tone, title = ("bad", "Straggler: the others wait for it") if rank in slow else ("", "")
+            head = Cell(text=f"{rank}", about=f"{rank}", tone=tone, title=title)
             input_s = median_known(math.nan if e.input_s is None else e.input_s for e in told)
             exposed_s = median_known(e.exposed_comm_s for e in told)
             step_s = median(e.step_time_s for e in told)
@@ -249,10 +248,6 @@ def _works(event: StepEvent) -> float:
     """Seconds of a step in which a rank does not wait for others."""
     exposed_s = event.exposed_comm_s
     return event.step_time_s - (exposed_s if math.isfinite(exposed_s) else 0.0)
-
-
-def _straggles(slow: bool) -> str:
-    return "Straggler: the others wait for it" if slow else ""
 
 
 def _of(comm: Mapping[str, Traffic], kind: str) -> Traffic:

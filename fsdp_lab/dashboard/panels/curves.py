@@ -235,12 +235,10 @@ class ThroughputPanel(CurvePanel):
 
     def captions(self) -> Captions:
         own, p = self._captions, self._prediction
-        reading, legend = own.reading, own.legend
         if p is not None and p.step_time_s is not None:
             measured = duration(self._medians[1]) if self._recent and self._spec_id == p.spec_id else None
-            reading = base.with_prediction(reading, f"{duration(p.step_time_s)} a step", measured)
-            legend = (*legend, Key(label="predicted", token="ink.marker", hatch="dashes"))
-        return replace(own, reading=reading, legend=(*legend, *self._frame.other_keys()))
+            own = base.with_prediction(own, f"{duration(p.step_time_s)} a step", measured, "dashes")
+        return replace(own, legend=(*own.legend, *self._frame.other_keys()))
 
 
 class TflopsPanel(CurvePanel):

@@ -96,9 +96,8 @@ class MemoryPanel(Panel):
     def _draw_predicted(self, fig: figure) -> None:
         """Adds below each bar the predicted peak as a hollow one."""
         source = draw.twin(self._predicted)
-        hollow = fig.hbar(
-            y="bar", left=0, right="peak", height=PREDICTED_BAR, source=source, fill_alpha=0, line_dash="4 2"
-        )
+        look: dict[str, Any] = {"height": PREDICTED_BAR, "fill_alpha": 0, "line_dash": "4 2"}
+        hollow = fig.hbar(y="bar", left=0, right="peak", source=source, **look)
         draw.tint(hollow.glyph, line_color="ink.marker")
         if self._few:
             draw.labels(fig, source, "ink.marker", size_px=10, x="peak", y="bar", x_offset=7, text_baseline="middle")
@@ -202,12 +201,10 @@ class MemoryPanel(Panel):
 
     def captions(self) -> Captions:
         own, p = self._captions, self._prediction
-        reading, legend = own.reading, own.legend
         if p is not None:
             measured = size(self._peak) if self._peak and self._ledger_spec == p.spec_id else None
-            reading = base.with_prediction(reading, size(p.peak_bytes), measured)
-            legend = (*legend, Key(label="predicted", token="ink.marker", hatch=HOLLOW))
-        return replace(own, reading=reading, legend=(*legend, *self._frame.other_keys("peak")))
+            own = base.with_prediction(own, size(p.peak_bytes), measured, HOLLOW)
+        return replace(own, legend=(*own.legend, *self._frame.other_keys("peak")))
 
 
 class MemoryLanes:
@@ -252,9 +249,8 @@ class MemoryLanes:
         on = f"lane_{lane}"
         color = theme.rank_color(lane) if self._all else draw.NEUTRAL
         top, bottom = lane + LANE_BOTTOM, lane + LANE_BOTTOM - LANE
-        fig.add_layout(
-            BoxAnnotation(top=top, bottom=bottom, line_alpha=0, fill_alpha=0.08, fill_color=color, level="underlay")
-        )
+        look: dict[str, Any] = {"line_alpha": 0, "fill_alpha": 0.08, "fill_color": color, "level": "underlay"}
+        fig.add_layout(BoxAnnotation(top=top, bottom=bottom, **look))
         areas = fig.varea_stack([f"{c}_{lane}" for c in draw.ON_DEVICE], x="step", y_range_name=on, source=source)
         draw.paint_stack(areas, draw.CLASS_TOKENS, line=False)
         dashed: dict[str, Any] = {"line_width": draw.LINE_PX, "line_dash": "2 2", "y_range_name": on}

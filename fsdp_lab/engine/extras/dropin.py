@@ -63,8 +63,7 @@ def fully_shard(
         group_of: the optimizer group of a parameter, by its name in `module`.
 
     Returns `module` itself. Raises ShardError: it is sharded already, or a module around it is; the ranks' models differ; or
-    the mesh does not fit.
-    """
+    the mesh does not fit."""
     modules = list(module) if isinstance(module, Sequence) else [module]
     left: Any = () if ignored_params is None else ignored_params
     left = list(left) if isinstance(left, Iterable) and not isinstance(left, Tensor) else [left]
@@ -129,8 +128,7 @@ def _described(taken: Sequence[api.Taken], group_of: api.GroupOf) -> list[str]:
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let a method other than `forward`, such as `generate`, find the module's parameters gathered.
 
-    A module that is not sharded is left as it is. Raises ShardError where there is no such method.
-    """
+    A module that is not sharded is left as it is. Raises ShardError where there is no such method."""
     if unit_hooks(module) is None:
         return
     method = getattr(module, str(method_name), None)
@@ -167,8 +165,7 @@ def _find_ties(modules: Sequence[nn.Module], inner: Iterable[Unit]) -> dict[int,
 def _untie(hooks: UnitHooks, tied: Collection[int]) -> None:
     """Rebuild a unit without the tied parameters, if it has any; its modules then hold these as before. Collective.
 
-    Of two units that are tied to each other the one that was sharded first has the values.
-    """
+    Of two units that are tied to each other the one that was sharded first has the values."""
     flats, unit = [], hooks.unit
     if not any(id(original) in tied for flat in unit.flats for original in flat.originals):
         return
@@ -250,8 +247,7 @@ def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) 
     `reshard(module)`, or until the module's own forward or the backward frees them; what is written is lost then.
 
     Args:
-        async_op: do not wait: `wait()` of what is returned does, and so does a forward.
-    """
+        async_op: do not wait: `wait()` of what is returned does, and so does a forward."""
     handle = UnshardHandle(module, recurse=recurse)
     if not async_op:
         handle.wait()

@@ -2,8 +2,7 @@
 since, what was gathered, and to lack what was frozen when they were made.
 
 Nothing tells a tensor who holds it. But who makes an optimizer asks each tensor whether it `is_leaf`, and a step reads its
-`grad` and adds to it. What is no tensor of ours is left a gradient that cannot be used.
-"""
+`grad` and adds to it. What is no tensor of ours is left a gradient that cannot be used."""
 
 import weakref
 from collections.abc import Collection, Hashable, Sequence

@@ -4,8 +4,7 @@
     Region            all parameters of a buffer that are in one optimizer group, as one tensor of one dimension
 
 A sharded parameter's `grad` is its reduced gradient. It is a view of the buffer's, made when it is asked for, so parameters
-and regions show the same gradients; setting one to None forgets it.
-"""
+and regions show the same gradients; setting one to None forgets it."""
 
 import itertools
 import sys
@@ -167,8 +166,7 @@ class ShardedBuffer(FlatBuffer):
     view of them, so that one copy of the parameters serves the host, and nothing is gathered. An all-gather then only waits
     until all ranks have stepped their optimizers. And a rank that steps its optimizer writes to what others read: so at the
     end of each forward and backward the ranks wait for each other. Inside `unshard`, where a caller may write to gathered
-    parameters, they are copies.
-    """
+    parameters, they are copies."""
 
     gradients: "ShardedGradients"
     sharded: list[ShardedParameter]
@@ -234,8 +232,7 @@ class ShardedGradients(Gradients):
     it was. Who asks for all gradients as one tensor gets a new one, with those that were kept apart.
 
     Attributes:
-        regions: optimizer group -> what an optimizer may be given for its parameters.
-    """
+        regions: optimizer group -> what an optimizer may be given for its parameters."""
 
     def __init__(self, flat: FlatBuffer) -> None:
         super().__init__(flat)

@@ -130,8 +130,7 @@ def gather_texts(text: str, group: Group, device: torch.device) -> list[str]:
 def check_equal_on_all_ranks(mesh: ShardMesh, entries: list[str], refusal: str | None) -> None:
     """Compare what the ranks are about to shard; collective. `refusal`: why this rank cannot.
 
-    Raises ShardError: on every rank, with the first refusal, or naming the first entry that differs.
-    """
+    Raises ShardError: on every rank, with the first refusal, or naming the first entry that differs."""
     answers: list[tuple[list[str], str | None]] = [(entries, refusal)]
     with mesh.answered("fully_shard"):
         for group in (mesh.shard_group, mesh.replicate_group):  # always both: no rank may wait for one that raised

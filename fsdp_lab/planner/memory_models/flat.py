@@ -6,8 +6,7 @@ and the layout of flat buffers, shards and optimizer groups (`engine.layout.Layo
 Note: the state of a unit's buffers (gathered, sent, reducing) is not shared. The engine's transitions act on storages: they
 wait for streams, keep tensors alive, and handle exceptions and forwards that deviate from the schedule, none of which a
 prediction has. A common state machine would need an interface between each line of the runtime and its tensors. Instead
-tests/planner/test_memory.py compares this file with the memory of real ranks, class by class.
-"""
+tests/planner/test_memory.py compares this file with the memory of real ranks, class by class."""
 
 import itertools
 from functools import reduce

@@ -8,8 +8,7 @@ FSDP2: an all-gather writes to one buffer, which is copied to the parameters. Th
 the forward) or after its own copy (in the backward). The input of a reduction is freed at the next unit's reduction.
 Gradients of a unit stay separate until its backward is over. The root stays gathered.
 
-DDP: a gradient is copied to its bucket when it is ready. If the reduction has a dtype of its own, a copy is sent.
-"""
+DDP: a gradient is copied to its bucket when it is ready. If the reduction has a dtype of its own, a copy is sent."""
 
 import dataclasses
 import math

@@ -1,8 +1,7 @@
 """`shape_for`: the `ModelShape` of a model. Those of presets are read from a file of the package, without torch.
 
 `recorded` records shapes with torch, and writes that file; `tape` records the tape of a step; `rewrapping` makes other units
-of a shape.
-"""
+of a shape."""
 
 import gzip
 import json

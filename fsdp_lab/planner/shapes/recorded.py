@@ -3,8 +3,7 @@
 The model is built on meta.
 
 `python -m fsdp_lab.planner.shapes.recorded` writes the file of presets and of the models that a calibration trains, in some
-minutes.
-"""
+minutes."""
 
 import dataclasses
 import gzip

@@ -6,8 +6,7 @@ batch sizes and sequence lengths: samples and tokens are primes that divide no s
 size show how it grows. So do those of a length with one token more or less. Images have no tokens that vary.
 
 Note: scratch memory inside a kernel is not recorded. On CPUs oneDNN copies a convolution's tensors to layouts of its own, by
-which a ResNet's peak is up to 6 % above the plan; that of other models is within 2 % (`bands.MEMORY_ERRORS`).
-"""
+which a ResNet's peak is up to 6 % above the plan; that of other models is within 2 % (`bands.MEMORY_ERRORS`)."""
 
 import copy
 import weakref
@@ -147,9 +146,8 @@ def record(
         existing = [*copied.parameters(), *copied.buffers(), *tensors_in(batch)]
         with run.recorder.recording(existing):
             run.run(lambda: inputs.loss(copied, batch), autocast=precision == "autocast")
-    return TapeRecording(
-        calls=tuple(run.calls), segments=run.recorder.segments(seq_len), records=tuple(run.records), seq_len=seq_len
-    )
+    calls, records, segments = tuple(run.calls), tuple(run.records), run.recorder.segments(seq_len)
+    return TapeRecording(calls=calls, segments=segments, records=records, seq_len=seq_len)
 
 
 def owners(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> list[list[tuple[str, nn.Parameter, nn.Module]]]:

@@ -318,10 +318,8 @@ class FoundFSDP1(FSDP1Tensors, PlainModel):
         if not isinstance(p, FlatParameter):
             for flat in (h.flat_param for h in self._handles()):
                 for at in [i for i, one in enumerate(flat._params or ()) if one is p]:
-                    shared |= {
-                        "first": flat._shard_param_infos[at].intra_param_start_idx or 0,
-                        "shape": flat._shapes[at],
-                    }
+                    first = flat._shard_param_infos[at].intra_param_start_idx or 0
+                    shared |= {"first": first, "shape": flat._shapes[at]}
             return super()._held(name, module, p, **shared)
         held, infos = list[HeldParameter](), list[Any](p._shard_param_infos)
         for part, of, info, shape in zip(p._fqns, p._param_infos, infos, p._shapes, strict=True):
