@@ -72,8 +72,9 @@ class Cluster:
     # -- start and end ----------------------------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Starts or takes the engines and joins them; about 3 s, and the time of torch's import. Raises StartError,
-        SpecError (devices) or RankError; everything that was started is ended again."""
+        """Starts or takes the engines and joins them; about 3 s, and the time of torch's import where no
+        former lab of the notebook has left what has imported it. Raises StartError, SpecError (devices) or RankError;
+        everything that was started is ended again."""
         with self._changing:
             if self.membership.state is not ClusterState.NEW:
                 raise ClusterError("this cluster was started before; make another one")

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class Predictor:
-    """`of` may be called ten times a second: it looks up a prediction, or lets a thread make it."""
+    """`of` may be called twenty times a second: it looks up a prediction, or lets a thread make it."""
 
     def __init__(self, lab: LabLike) -> None:
         self._lab = lab

@@ -118,7 +118,7 @@ class _Sent:
 
 
 class LiveView(anywidget.AnyWidget):
-    """Shows one `Scene`, live. `flush` from one thread at most 10 times a second; everything else from any thread."""
+    """Shows one `Scene`, live. `flush` from one thread at most 20 times a second; everything else from any thread."""
 
     _esm = HERE / "live.js"
     _css = HERE / "live.css"

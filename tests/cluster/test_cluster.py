@@ -17,7 +17,7 @@ from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.process import marked
 from fsdp_lab.cluster import ClusterError, RankError, RankLost, StartError, assembly, engine_server
 from fsdp_lab.cluster.cluster import Cluster
-from fsdp_lab.cluster.engine_server import MODULE, forks, start_server
+from fsdp_lab.cluster.engine_server import MODULE, forks, start_server, used_gpu
 from fsdp_lab.cluster.nvml import GpuStatus
 from fsdp_lab.cluster.placement import Host
 from tests.cluster.conftest import FAKE, order
@@ -250,7 +250,10 @@ def test_without_its_server_a_rank_is_replaced_all_the_same(cluster: Cluster) ->
 
 @pytest.mark.slow
 def test_where_no_socket_can_be_made_engines_are_started_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert forks(0) and not forks(1), "a GPU's context cannot be forked"
+    (tmp_path / "3").symlink_to("/dev/nvidiactl")  # as NVML opens it
+    assert forks() and not used_gpu() and not used_gpu(tmp_path)
+    (tmp_path / "4").symlink_to("/dev/nvidia-uvm")
+    assert used_gpu(tmp_path), "CUDA cannot be used in a fork"
     deep = tmp_path / ("x" * 120)
     deep.mkdir()
     assert start_server(deep, {}, FAKE) is None, "its path is too long for a socket"

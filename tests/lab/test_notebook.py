@@ -75,7 +75,10 @@ def test_a_kernel_shows_how_far_it_is_and_a_restarted_one_finds_its_ranks_by_the
             cell(wrong)
         cell("before = lab\n%lab 2")
         assert cell("print(before is lab)")[0] == "True\n"
-        assert cell("print(former.closed, lab.closed, pids != lab.cluster.pids)")[0] == "True False True\n"
+        reused = "former.cluster.token == lab.cluster.token"  # the server and the controller are the former lab's
+        assert (
+            cell(f"print(former.closed, lab.closed, pids != lab.cluster.pids, {reused})")[0] == "True False True True\n"
+        )
         cell("lab.close()")
         cell("%%ranks\n0")
         zero, unknown, other, failed, word, closed = errors
