@@ -31,15 +31,15 @@ UNSEEN_WAITS = "Over NCCL streams wait, where the wire does not see it: waits ar
 NO_UNIT = "no unit"  # the vote, and whatever else belongs to no module
 
 # Colours of a picture, in the order of its rows; waiting, which is to be found, has the one that stands out.
-COMPUTE = {"forward": "#A9C3BC", "backward": "#7C9E96", "optimizer": "#547A71"}
+COMPUTE = {"forward": "#A3C4AC", "backward": "#5F9489", "optimizer": "#4E7058"}
 COLORS = {
     Track.COMPUTE: "#C2CFCB",
     Track.WAIT: "#E86A00",
-    Track.ALL_GATHER: "#8C7257",
-    Track.REDUCE_SCATTER: "#B3936E",
-    Track.ALL_REDUCE: "#CDB594",
-    Track.HOST_COPY: "#7D98A3",
-    Track.OTHER: "#A69C90",
+    Track.ALL_GATHER: "#3B61BD",
+    Track.REDUCE_SCATTER: "#AB89D2",
+    Track.ALL_REDUCE: "#7EC7F5",
+    Track.HOST_COPY: "#8D9AA2",
+    Track.OTHER: "#8FA0B5",
     Track.CONTROL: "#9D9DA6",
 }
 
