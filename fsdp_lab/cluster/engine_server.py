@@ -43,11 +43,7 @@ def forks() -> bool:
 
 def used_gpu(opened: Path = Path("/proc/self/fd")) -> bool:
     """Whether this process has used a GPU, by the files that it has opened."""
-    files = []
-    for descriptor in opened.iterdir():
-        with contextlib.suppress(OSError):  # that of this listing
-            files.append(os.readlink(descriptor))
-    return any(file.startswith(GPU_FILES) for file in files)
+    return any(os.path.realpath(descriptor).startswith(GPU_FILES) for descriptor in opened.iterdir())
 
 
 def start_server(folder: Path, environment: Mapping[str, str], module: str | None) -> subprocess.Popen[bytes] | None:
