@@ -4,6 +4,7 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from packaging.version import Version
@@ -61,11 +62,6 @@ def test_what_binder_and_we_configure_leaves_jupyters_locks_on():
             assert lock not in text, f"{path.name} sets {lock}"
 
 
-class _Client:
-    def __init__(self, registration: str, curve: bytes | None) -> None:
-        self._config, self.curve_serverkey = {"registration": registration}, curve
-
-
 @pytest.mark.parametrize(("hosts", "registration", "curve", "words"), [
     (["here", "here"], "tcp://127.0.0.1:1", None, []),
     (["there", "there"], "tcp://10.0.0.1:1", None, ["signed and not encrypted"]),
@@ -74,7 +70,7 @@ class _Client:
 ])  # fmt: skip
 def test_what_crosses_a_network_in_the_open_is_said(hosts, registration, curve, words, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("socket.gethostname", lambda: "here")
-    told = exposure_notes(_Client(registration, curve), hosts)
+    told = exposure_notes(SimpleNamespace(_config={"registration": registration}, curve_serverkey=curve), hosts)
     assert len(told) == len(words) and all(word in note for word, note in zip(words, told, strict=True))
 
 
