@@ -208,16 +208,11 @@ def table(tree: Path, faults: Sequence[Fault], tiers: Sequence[str]) -> Iterator
             found: dict[str, str] = {}
             for tier in tiers:
                 found[tier] = found.get("quick") or caught_by(Path(folder), fault.tests, TIERS[tier])
-            end_what_is_left(Path(folder))
+            for process in psutil.process_iter():  # that a fault kept alive: those of `caught_by`, by their environment
+                with contextlib.suppress(psutil.Error):
+                    if process.environ().get("PYTHONPATH") == folder:
+                        process.kill()
             yield fault, found
-
-
-def end_what_is_left(tree: Path) -> None:
-    """End the processes that a fault kept alive: those that `caught_by` started, by their environment."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get("PYTHONPATH") == str(tree):
-                process.kill()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -103,13 +103,6 @@ def required_by(package: str, seen: set[str] | None = None) -> set[str]:
     return seen
 
 
-def all_but(*distributions: str) -> set[str]:
-    """The top-level modules of all other installed distributions."""
-    keep = {"fsdp-lab", *(name for one in distributions for name in required_by(one))}
-    found = importlib.metadata.packages_distributions()
-    return {module for module, owners in found.items() if not keep & set(map(normalized, owners))}
-
-
 STEP = """
 import copy
 import torch, torch.distributed as dist
@@ -134,7 +127,8 @@ print(*(torch.equal(state[name], value) for name, value in plain.state_dict().it
 @pytest.mark.slow
 def test_engine_wire_and_schedule_need_torch_alone():
     """They import, and a sharded step runs, where only torch and what it requires can be imported."""
-    blocked = all_but("torch")
+    found, keep = importlib.metadata.packages_distributions(), {"fsdp-lab", *required_by("torch")}
+    blocked = {module for module, owners in found.items() if not keep & set(map(normalized, owners))}
     assert {"numpy", "transformers", "psutil", "bokeh"} <= blocked and "torch" not in blocked
     assert python(without(blocked) + STEP).split() == ["True"] * 4 + ["False"]
 

@@ -377,16 +377,12 @@ def test_ruff_finds_nothing():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def tracked() -> list[str]:
+def test_no_strangers_at_the_top_level():
     try:
         done = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=REPO, check=True)
+        top = {name.split("/")[0] for name in done.stdout.splitlines()}
     except (OSError, subprocess.CalledProcessError):  # not a clone, or no git here: what lies there
-        return [p for p in os.listdir(REPO) if p not in ("build", "dist") and not p.endswith(".egg-info")]
-    return done.stdout.splitlines()
-
-
-def test_no_strangers_at_the_top_level():
-    top = {name.split("/")[0] for name in tracked()}
+        top = {p for p in os.listdir(REPO) if p not in ("build", "dist") and not p.endswith(".egg-info")}
     assert {name for name in top if not name.startswith(".")} <= TOP_LEVEL
 
 

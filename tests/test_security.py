@@ -4,6 +4,7 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from packaging.version import Version
@@ -51,19 +52,14 @@ def test_no_option_of_ours_turns_jupyters_token_off(capsys: pytest.CaptureFixtur
     capsys.readouterr()
 
 
+LOCKS = {"disable_check_xsrf", "allow_origin", "allow_unauthenticated", "identityprovider", "allow_remote_access"}
+LOCKS |= {"--serverapp.token", "serverapp.password", '"token"'}
+
+
 def test_what_binder_and_we_configure_leaves_jupyters_locks_on():
     for path in [*(REPO / "binder").iterdir(), PACKAGE / "cli" / "jupyter.py", REPO / "environment.yml"]:
         text = path.read_text(encoding="utf-8").lower()
-        for lock in (
-            *("disable_check_xsrf", "allow_origin", "allow_unauthenticated", "identityprovider", "allow_remote_access"),
-            *("--serverapp.token", "serverapp.password", '"token"'),
-        ):
-            assert lock not in text, f"{path.name} sets {lock}"
-
-
-class _Client:
-    def __init__(self, registration: str, curve: bytes | None) -> None:
-        self._config, self.curve_serverkey = {"registration": registration}, curve
+        assert not [lock for lock in LOCKS if lock in text], path.name
 
 
 @pytest.mark.parametrize(("hosts", "registration", "curve", "words"), [
@@ -74,7 +70,7 @@ class _Client:
 ])  # fmt: skip
 def test_what_crosses_a_network_in_the_open_is_said(hosts, registration, curve, words, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("socket.gethostname", lambda: "here")
-    told = exposure_notes(_Client(registration, curve), hosts)
+    told = exposure_notes(SimpleNamespace(_config={"registration": registration}, curve_serverkey=curve), hosts)
     assert len(told) == len(words) and all(word in note for word, note in zip(words, told, strict=True))
 
 

@@ -194,6 +194,8 @@ def called_back(tell: Told) -> None:
 def sft(tell: Told) -> None:
     """TRL's trainer of chats, in one process."""
     from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
     from trl import SFTConfig, SFTTrainer
 
     with tempfile.TemporaryDirectory() as folder:
@@ -203,17 +205,11 @@ def sft(tell: Told) -> None:
             eos_token=None, gradient_checkpointing=False, bf16=False,
         )  # fmt: skip
         rows = Dataset.from_list([{"input_ids": row["input_ids"]} for row in _texts()])
-        made = SFTTrainer(_small_llama(), arguments, train_dataset=rows, processing_class=_tokenizer())
+        known = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+        tokens = PreTrainedTokenizerFast(tokenizer_object=known, unk_token="w0", pad_token="w1", eos_token="w2")
+        made = SFTTrainer(_small_llama(), arguments, train_dataset=rows, processing_class=tokens)
         made.add_callback(_log(tell))
         made.train()
-
-
-def _tokenizer() -> Any:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    known = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
-    return PreTrainedTokenizerFast(tokenizer_object=known, unk_token="w0", pad_token="w1", eos_token="w2")
 
 
 def accelerated(tell: Told) -> None:

@@ -34,14 +34,10 @@ def test_a_source_is_whole_and_equal_code_has_equal_digests() -> None:
     source = sent(here, "build").source
     places = [source.index(part) for part in ("WIDTH = 16", "class Block", "class Net", "def build")]
     assert places == sorted(places) and "Dataset" not in source and "import math" in source
-
-
-def test_what_a_function_uses_is_in_its_digest() -> None:
-    before = cell(TEXT, 3)
-    for there, instead in (("WIDTH = 16", "WIDTH = 32"), ("range(3)", "range(4)"), ("/ 4", "/ 5")):
-        after = cell(TEXT.replace(there, instead), 4)
-        assert sent(before, "build").digest != sent(after, "build").digest
-        assert sent(before, "loss").digest == sent(after, "loss").digest
+    for part, instead in (("WIDTH = 16", "WIDTH = 32"), ("range(3)", "range(4)"), ("/ 4", "/ 5")):
+        after = cell(TEXT.replace(part, instead), 4)
+        assert sent(here, "build").digest != sent(after, "build").digest, "what a function uses is in its digest"
+        assert sent(here, "loss").digest == sent(after, "loss").digest
 
 
 def test_what_is_no_code_and_no_data_is_refused() -> None:

@@ -78,7 +78,7 @@ class BareFrontEnd:
 
     def choose(self, label: str, value: object) -> None:
         """Sets the control with this description."""
-        comm = self.control(label)
+        (comm,) = [c for c, s in self.states.items() if s.get("description") == label and "index" in s]
         options = self.states[comm].get("_options_labels")
         self.tell(comm, {"method": "update", "buffer_paths": [], "state": (
             {"value": value} if options is None else {"index": options.index(value)})})  # fmt: skip
@@ -88,10 +88,6 @@ class BareFrontEnd:
         buttons = (c for c, s in self.states.items() if s.get("_model_name") == "ButtonModel")
         self.tell(next(c for c in buttons if self.states[c]["description"] == word),
                   {"method": "custom", "content": {"event": "click"}})  # fmt: skip
-
-    def control(self, label: str) -> str:
-        (comm,) = [c for c, s in self.states.items() if s.get("description") == label and "index" in s]
-        return comm
 
     # -- messages -------------------------------------------------------------------------------------------------
 

@@ -23,13 +23,6 @@ CLUSTER = ("ipyparallel.", "fsdp_lab.cluster.engine_server")  # modules that lis
 MARK = "FSDP_LAB_FRONT_END"  # in the environment of the kernel and of all that it starts
 
 
-def cells() -> list[str]:
-    """Those up to the dashboard; then a person presses Start."""
-    notebook = json.loads((REPO / "notebooks" / "01_live_dashboard.ipynb").read_text(encoding="utf-8"))
-    code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    return code[: code.index("lab.dashboard()") + 1]
-
-
 def started(mark: str) -> list[psutil.Process]:
     """The kernel and all that it has started, whoever their parents are now."""
     found = []
@@ -46,7 +39,9 @@ def listening(process: psutil.Process) -> set[tuple[str, int]]:
 
 def run_notebook(front_end: BareFrontEnd) -> RemotePage:
     """Its cells, then Start, until steps are drawn; then another sharding, until that is drawn."""
-    for cell in cells():
+    notebook = json.loads((REPO / "notebooks" / "01_live_dashboard.ipynb").read_text(encoding="utf-8"))
+    code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    for cell in code[: code.index("lab.dashboard()") + 1]:
         front_end.run(cell)
     page = front_end.look()
     front_end.choose("model", "gpt2-1m")  # as on Binder: on few cores it makes several steps a second

@@ -22,12 +22,6 @@ from tests.waiting import until
 SHARDINGS = ["full_shard", "shard_grad_op", "zero1"]
 
 
-def order(sweep: Sweep) -> list[tuple[int, int]]:
-    """(which run, its step) as rank 0 did them."""
-    told = [(e.end_unix_s, i, e.step) for i, run in enumerate(sweep.runs) for e in run.events.since()[0] if e.rank == 0]
-    return [(i, step) for _, i, step in sorted(told)]
-
-
 def test_runs_take_turns_of_equal_steps(lab: Lab):
     async def cell() -> Sweep:
         return await lab.compare(sharding=SHARDINGS, steps=10, rounds=3)
@@ -36,7 +30,8 @@ def test_runs_take_turns_of_equal_steps(lab: Lab):
     assert [run.state for run in sweep.runs] == [RunState.FINISHED] * 3
     assert [run.spec.strategy.sharding for run in sweep.runs] == SHARDINGS
     turns = [range(0, 4), range(4, 8), range(8, 10)]
-    assert order(sweep) == [(i, step) for turn in turns for i in range(3) for step in turn]
+    told = [(e.end_unix_s, i, e.step) for i, run in enumerate(sweep.runs) for e in run.events.since()[0] if e.rank == 0]
+    assert [where for _, *where in sorted(told)] == [[i, step] for turn in turns for i in range(3) for step in turn]
     begins = [e.step for e in sweep.runs[1].events.since()[0] if e.rank == 1 and e.first_after_switch]
     assert begins == [0, 4, 8]  # left out of medians
     assert sweep.progress.done_steps == sweep.progress.all_steps == 30 and sweep.progress.left_s == 0

@@ -169,23 +169,18 @@ def test_an_emulated_link_is_planned_here_and_not_on_hardware_that_is_named() ->
 EAGER_S, ON_GPU = 40e-6, {name: replace(host, stretch=1.0) for name, host in TRUTH.items()}
 
 
-@functools.cache
-def one_gpu(name: str) -> Calibration:
+def test_on_a_gpu_the_host_s_time_for_a_kernel_comes_out_and_plans_what_was_not_measured() -> None:
     """Of a host that takes 40 us for a kernel, and for a backend's work beside them as long as `ON_GPU` says. Products are
     those of a GPU, so that the smallest models show the host alone."""
     timed, fast = references(1, DTYPES, ("cuda:0",)), probes()
     for row in ("products", "scores"):
         fast[row] = {dtype: [[*sizes, 1e-3 * s] for *sizes, s in rows] for dtype, rows in fast[row].items()}
     bare = {**fast, "copies": [[n, 1e-6 + n / 1e12] for n in (1e3, 1e9)], "collectives": {}, "peaks": {"fp32": 67e12}}
-    said: dict[str, Any] = {"unix_s": 0.0, "seconds": 1.0, "name": name, "devices": ("cuda:0",)}
+    said: dict[str, Any] = {"unix_s": 0.0, "seconds": 1.0, "name": "NVIDIA H100 80GB HBM3", "devices": ("cuda:0",)}
     empty = Calibration.of([{**bare, "steps": {str(i): [1.0] for i in range(len(timed))}}], **said)
     truth = replace(PUBLISHED, matrix=1.0, memory=1.0, step_s=0.0, kernel_s=0.0, eager_s=EAGER_S, hosts=ON_GPU)
     steps = {str(i): [step_s(spec, empty, truth)] for i, (_, spec) in enumerate(timed)}
-    return Calibration.of([{**bare, "steps": steps}], **said)
-
-
-def test_on_a_gpu_the_host_s_time_for_a_kernel_comes_out_and_plans_what_was_not_measured() -> None:
-    here = one_gpu("NVIDIA H100 80GB HBM3")
+    here = Calibration.of([{**bare, "steps": steps}], **said)
     assert here.rates.eager_s == pytest.approx(EAGER_S, rel=0.5), "with what DDP takes for a tensor"
     truth = replace(here.rates, eager_s=EAGER_S, hosts=ON_GPU)
     for model, changes in (("gpt2-10m", {}), ("gpt2-30m", {"backend": "fsdp2", "precision": "bf16"}),

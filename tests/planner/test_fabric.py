@@ -2,13 +2,13 @@
 
 import csv
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fsdp_lab.planner.costs import RankGroup, collective_seconds, late_s, link_bytes
-from fsdp_lab.planner.devices import PUBLISHED, Curve, Machine, machine
+from fsdp_lab.planner.devices import PUBLISHED, Curve, machine
 
 GB = 1e9
 
@@ -27,14 +27,10 @@ def test_a_ring_sends_what_the_textbook_says_over_the_whole_network_of_its_hosts
     assert collective_seconds("all_gather", GB, RankGroup(size=1), where, PUBLISHED) == 0.0
 
 
-def measured(name: str, rate: float) -> dict[str, Curve]:
-    return {name: Curve.of([[1e3, 1e3 / rate], [1e9, 1e9 / rate]])}
-
-
 def test_measured_collectives_take_the_time_of_the_links_that_their_group_uses() -> None:
     """Two hosts of four ranks: a host's four at 4 GB/s, one of each host at 1 while four do so, all at 2."""
     rates = {"collectives": 2 * GB, "inside": 4 * GB, "across": GB}
-    curves = {name: measured("all_reduce", rate) for name, rate in rates.items()}
+    curves = {name: {"all_reduce": Curve.of([[1e3, 1e3 / r], [1e9, 1e9 / r]])} for name, r in rates.items()}
     where = replace(machine("a100-80", 8, hosts=2), **curves)
 
     def seconds(size: int, stride: int = 1) -> float:
@@ -56,41 +52,20 @@ def test_measured_collectives_take_the_time_of_the_links_that_their_group_uses()
 NAMES = {"A100": "a100-80", "H100": "h100", "H200": "h200", "B200": "b200"}
 
 
-@dataclass(frozen=True)
-class Timing:
-    """A published timing of one collective."""
-
-    kind: str
-    payload_bytes: float
-    ranks: int
-    where: Machine
-    seconds: float
-
-    def ratio(self) -> float:
-        """Predicted over measured."""
-        group = RankGroup(size=self.ranks)
-        return collective_seconds(self.kind, self.payload_bytes, group, self.where, PUBLISHED) / self.seconds
-
-
-@pytest.fixture(scope="module")
-def timings() -> list[Timing]:
-    """Of NCCL as it chooses by itself, by nccl-tests. (Megatron's kernels use multicast for gathers too.)"""
+def test_collectives_of_the_sizes_that_fsdp_sends_take_what_is_published() -> None:
+    """By NCCL as it chooses by itself, with nccl-tests. (Megatron's kernels use multicast for gathers too.)"""
     text = (Path(__file__).parent / "research" / "data" / "collective_timings.csv").read_text(encoding="utf-8")
-    found = []
+    ratios: list[float] = []  # predicted over measured
     for row in csv.DictReader(text.splitlines()):
         if row["gpu"] not in NAMES or not row["nodes"] or not row["time_us"] or "Megatron" in row["source"]:
             continue
-        ranks, hosts = int(row["n_gpus"]), int(row["nodes"])
-        where = machine(NAMES[row["gpu"]], ranks, hosts=hosts, network_gbit_per_s=3200)
-        found.append(Timing(row["collective"], float(row["payload_bytes"]), ranks, where, float(row["time_us"]) / 1e6))
-    return found
-
-
-def test_collectives_of_the_sizes_that_fsdp_sends_take_what_is_published(timings: list[Timing]) -> None:
-    usual = [t for t in timings if t.payload_bytes >= 64e6]
-    assert len(usual) >= 80
-    ratios = sorted(t.ratio() for t in usual)
-    assert ratios[len(ratios) // 2] == pytest.approx(1.0, abs=0.1) and ratios[0] > 0.6 and ratios[-1] < 1.2
+        ranks, payload_bytes = int(row["n_gpus"]), float(row["payload_bytes"])
+        where = machine(NAMES[row["gpu"]], ranks, hosts=int(row["nodes"]), network_gbit_per_s=3200)
+        seconds = collective_seconds(row["collective"], payload_bytes, RankGroup(size=ranks), where, PUBLISHED)
+        ratios += [seconds / float(row["time_us"]) * 1e6] if payload_bytes >= 64e6 else []
+    ratios.sort()
+    assert len(ratios) >= 80 and ratios[len(ratios) // 2] == pytest.approx(1.0, abs=0.1)
+    assert ratios[0] > 0.6 and ratios[-1] < 1.2
     assert sum(abs(math.log(ratio)) for ratio in ratios) / len(ratios) < 0.1
 
 
