@@ -19,7 +19,6 @@ import traitlets
 
 from fsdp_lab.base.errors import ArgumentError, check_whole, is_number
 from fsdp_lab.base.formatting import plural, size
-from fsdp_lab.bench.plan import option
 from fsdp_lab.dashboard.fields import CONTROLS, Choices, Note, controls_of, fix_text, offered, presets
 from fsdp_lab.dashboard.forms import answer_while_busy
 from fsdp_lab.planner.devices import DEVICES
@@ -335,7 +334,8 @@ class WhatIf(anywidget.AnyWidget):
         options = {"hardware": machine.device.name, "ranks": machine.ranks, "hosts": hosts, "network": question.network}
         options |= {n: written(n, value) for n, value in question.changed.items() if n not in ("world_size", "devices")}
         given = {name: value for name, value in {**options, **self._bill}.items() if value not in (None, "")}
-        return " ".join(["fsdp-lab plan", *(f"{option(n)} {shlex.quote(str(v))}" for n, v in given.items())])
+        words = (f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in given.items())
+        return " ".join(["fsdp-lab plan", *words])
 
     def _status(self) -> str:
         if self._said:
