@@ -45,6 +45,7 @@ from fsdp_lab.rank.watch.recording import Piece, RankStep, StepPhase
 from fsdp_lab.runs.parity import Verdict
 
 FACTOR = 6.0
+LEAPS = 2.0  # of updates: Adam divides by the gradient, so that rounding near zero moves single elements far, by chance
 NOISE = 0.05  # of a gradient: more than that, rounding does not explain
 POLL_S = 0.05
 Say = Callable[[str], None]
@@ -302,7 +303,9 @@ def _pairs(
         (value, other), (phase, name, _) = values[key], key
         distance, moves, unit = value.distance(other), own.get(key, 0.0), max(value.unit, other.unit)
         moves = max(moves if math.isfinite(moves) else 0.0, median.get(phase, 0.0) * max(value.norm, other.norm))
-        noise = unit if phase is StepPhase.UPDATE and name not in touched else max(unit, moves)
+        noise = max(unit, moves)
+        if phase is StepPhase.UPDATE:
+            noise = LEAPS * noise if name in touched else unit
         pairs.append(_Pair(old=value, new=other, perturbed=there.get(key), distance=distance, noise=noise))
         if distance and phase is not StepPhase.OUTPUT:
             touched.add(name)
