@@ -101,12 +101,8 @@ class Controls(InputForm):
         return button
 
     def start(self) -> None:
-        """Starts a run with the chosen values; resumes a paused one."""
-        run = active_run(self._lab)
-        if run is not None and run.state is RunState.PAUSED:
-            run.resume()
-        else:
-            self._begin()
+        """Starts a run with the chosen values."""
+        self._begin()
 
     def pause(self) -> None:
         """Pauses or resumes the run. Without one, starts a run that continues with what the ranks hold."""
@@ -288,7 +284,7 @@ class Controls(InputForm):
         for widget in self._fields:
             put(widget, "disabled", sweeping or watching)
         held = None if active or sweeping or state is RunState.FAILED else self._held()
-        put(self._start, "disabled", sweeping or (active and not paused))
+        put(self._start, "disabled", sweeping or active)
         put(self._start, "description", "Start" if held is None else "Start over")
         put(self._start, "button_style", "primary" if held is None else "")
         put(self._pause, "disabled", sweeping or watching or (not active and held is None) or stopping or broken)

@@ -262,7 +262,7 @@ class Feed:
             ranks += f" on {hosts} hosts"
         what = [model, describe_strategy(spec), ranks]
         if last is not None:
-            what = [f"step {last.number:,}", f"{duration(last.step_time_s)} a step", *what]
+            what = [f"step {last.number:,}", f"last {duration(last.step_time_s)}", *what]
         return " · ".join(what)
 
 
@@ -296,5 +296,5 @@ def describe(switch: Switch) -> tuple[str, str]:
     changes = switch.before.difference(switch.after)
     label = ", ".join(describe_field(name, new) for name, (_, new) in changes.items())
     how = "parameters and optimizer carried over" if switch.carried else "started afresh"
-    what = describe_changes(changes) or "it went on after a failure"
-    return label or "went on", f"step {switch.step:,}: {what} ({how}, {switch.seconds:.2f} s)"
+    what = describe_changes(changes) or "training resumed after a failure"
+    return label or "resumed", f"step {switch.step:,}: {what} ({how}, {switch.seconds:.2f} s)"

@@ -102,5 +102,5 @@ def test_a_run_that_went_on_is_drawn_with_its_ranks(show, ranks):
     else:
         show.until(lambda: len(show.table("frame.markers")) == 1 and show.steps()[-1] > run.switches[1].step)
         marks = show.table("frame.markers").all()
-        assert marks.texts["label"] == ["went on"] and "it went on after a failure" in marks.texts["detail"][0]
+        assert marks.texts["label"] == ["resumed"] and "training resumed after a failure" in marks.texts["detail"][0]
         assert show.steps()[0] == 0

@@ -490,7 +490,8 @@ def made(kind: type, **more: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """Any value of a dataclass, its scalars by their types."""
     by_type = {"float": FLOATS, "int": COUNTS, "str": WORDS, "bool": st.booleans(), "int | None": st.none() | COUNTS,
                "float | None": st.none() | FLOATS, "tuple[str, ...]": st.lists(WORDS, max_size=2).map(tuple)}  # fmt: skip
-    fields = {f.name: more[f.name] if f.name in more else by_type[str(f.type)] for f in dataclasses.fields(kind)}
+    types = {f.name: f.type.__name__ if isinstance(f.type, type) else f.type for f in dataclasses.fields(kind)}
+    fields = {name: more[name] if name in more else by_type[of] for name, of in types.items()}
     return st.builds(kind, **fields)
 
 
