@@ -63,8 +63,8 @@ def blamed(faults: Sequence[Fault], count: int, wire: str, folder: Path) -> list
 
 
 def check(faults: Sequence[Fault], found: Sequence[Blame], most: float, most_share: float = 0.05) -> None:
-    """most, most_share: by which gains and shares may differ. Two of many may be wrong: other work of the machine makes ranks
-    late, too."""
+    """most, most_share: by which gains and shares may differ. Two of many may be wrong: other work of the machine makes
+    ranks late, too."""
     says = []
     for fault, blame in zip(faults, found, strict=True):
         step_s = fmean(sum(parts.values()) for parts in blame.seconds.values())
