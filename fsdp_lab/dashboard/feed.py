@@ -31,7 +31,7 @@ TABS = {
     "loss": "Loss",
     "timeline": "Timeline",
     "ranks": "Ranks",
-    "ledger": "Memory in a step",
+    "ledger": "Memory within a step",
     "compare": "Compare",
     "runs": "Runs",
     "settings": "Settings",

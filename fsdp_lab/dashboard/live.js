@@ -129,19 +129,20 @@ function setVisual(m, property, value) {
   m.setv({ [property]: isSpec ? { value } : value });
 }
 
-const plain = new WeakSet(); // documents
+const plain = new WeakSet(); // documents without CSS variables, and the class of Bokeh's that knows them
 
-/** Bokeh asks CSS for the font's size, and for a variable for each property that it paints, and the page computes its styles
-    anew for that: a third of a frame. A document that `paintModels` colours has none; others on this page still ask. */
+/** Bokeh asks CSS for the font's size, and for a variable for each property that it paints, for which the page computes its
+    styles anew. A document that `paintModels` colours has none; others on this page still ask. */
 function forgoCss(doc, views) {
   plain.add(doc);
   for (const view of views) Object.defineProperty(view, "base_font_size", { value: view.base_font_size });
   let kind = views[0]?.visuals.outline_line;
   while (kind && !Object.hasOwn(kind, "_get_css_value")) kind = Object.getPrototypeOf(kind);
-  if (!kind || kind.looksInCss) return;
-  kind.looksInCss = kind._get_css_value;
+  if (!kind || plain.has(kind)) return;
+  plain.add(kind);
+  const ask = kind._get_css_value;
   kind._get_css_value = function (name) {
-    return plain.has(this.obj.model?.document) ? "" : this.looksInCss(name);
+    return plain.has(this.obj.model?.document) ? "" : ask.call(this, name);
   };
 }
 

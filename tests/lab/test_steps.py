@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -20,11 +21,13 @@ from fsdp_lab.report.report import Course, curves, timeline
 from fsdp_lab.runs import Comparison, Switch
 from fsdp_lab.runs.history import History
 from fsdp_lab.runs.parity import Verdict, parity
-from fsdp_lab.runs.steps import Assembler, assemble, assemble_all
+from fsdp_lab.runs.steps import Assembler, EventStore, assemble, assemble_all
 from fsdp_lab.runs.view import switches_in_force
 from fsdp_lab.spec.spec import Spec
 from tests.dashboard.fake_lab import FakeLab, event
 from tests.lab.telling import Telling
+
+LONG_S = 60.0
 
 SPEC = Spec(world_size=2)
 
@@ -132,6 +135,23 @@ def test_however_often_it_begins_again_every_view_is_that_of_an_undisturbed_run(
     assert [e.attempt for e in past.events.since()[0]] == [e.attempt for e in run.events.since()[0]]
     other.end()
     assert results(past) == results(other)
+
+
+def test_who_waits_for_events_goes_on_when_all_have_come():
+    store, spec, late = EventStore(), Spec(world_size=2), threading.Event()
+
+    def report() -> None:
+        for rank in range(2):
+            late.wait(LONG_S)
+            store.add([event(spec, "run", rank, 0)])
+
+    thread = threading.Thread(target=report)
+    thread.start()
+    assert not store.wait(1, 0.01), "none has come"
+    late.set()
+    assert store.wait(2, LONG_S) and len(store) == 2
+    assert not store.wait(3, 0.01)
+    thread.join()
 
 
 def test_steps_of_another_world_size_are_whole_by_their_own():
