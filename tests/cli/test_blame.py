@@ -64,7 +64,7 @@ def blamed(faults: Sequence[Fault], count: int, wire: str, folder: Path) -> list
 
 def check(faults: Sequence[Fault], found: Sequence[Blame], most: float) -> None:
     """most: by which gains may differ, and shares by eight points. One of ten may be wrong: other work of the machine, such
-    as two more test processes on two cores, makes ranks late, too. On a quiet one shares are within five, and none is wrong."""
+    as two more test processes on two cores, makes ranks late, too."""
     says = []
     for fault, blame in zip(faults, found, strict=True):
         step_s = fmean(sum(parts.values()) for parts in blame.seconds.values())
