@@ -86,8 +86,7 @@ class Lab:
     Attributes:
         cluster: the ranks. history: where runs are stored; None: nowhere.
 
-    Raises StartError, FieldError: one sentence; nothing is left running.
-    """
+    Raises StartError, FieldError: one sentence; nothing is left running."""
 
     def __init__(
         self,
@@ -157,8 +156,7 @@ class Lab:
             options: as for `Lab`.
             the others: those of `SshHosts` (`fsdp_lab.cluster.hosts`).
 
-        Raises StartError: one sentence that names the host. ArgumentError, FieldError.
-        """
+        Raises StartError: one sentence that names the host. ArgumentError, FieldError."""
         where = ssh_hosts(
             hosts,
             gpus_per_host=gpus_per_host,
@@ -199,8 +197,7 @@ class Lab:
             options: as for `Lab`.
             the others: those of `SlurmHosts` (`fsdp_lab.cluster.hosts`).
 
-        Raises StartError: one sentence. ArgumentError, FieldError.
-        """
+        Raises StartError: one sentence. ArgumentError, FieldError."""
         where = SlurmHosts(
             hosts=hosts,
             gpus_per_host=gpus_per_host,
@@ -300,8 +297,7 @@ class Lab:
                 the optimizer.
             the others: as in `run`; `steps` is the number of further ones.
 
-        Raises FieldError: there is no complete checkpoint, or an invalid field or combination.
-        """
+        Raises FieldError: there is no complete checkpoint, or an invalid field or combination."""
         saved = checkpoint if isinstance(checkpoint, Checkpoint) else find(checkpoint)
         wanted = self._wanted(saved.spec, changes, "lab.resume", anyway=anyway)
         check_same(saved, wanted)
@@ -324,8 +320,7 @@ class Lab:
 
         `ranks`: "same" replaces the lost ranks, "fewer" continues on the remaining ones; None: as the run's policy says.
 
-        Raises SpecError: of `ranks`, or the strategy does not support so few ranks. ClusterError: no run has failed.
-        """
+        Raises SpecError: of `ranks`, or the strategy does not support so few ranks. ClusterError: no run has failed."""
         return self._activities.recover(ranks)
 
     def drill(self, kind: str, rank: int = 1) -> Drill:
@@ -335,8 +330,7 @@ class Lab:
         depends on the run's recovery policy (`run(recover=...)`) and is recorded in `run.incidents`.
 
         Raises ArgumentError: no such fault, or no such rank. ClusterError: no run is training, or the rank's process is
-        not ours.
-        """
+        not ours."""
         return self._activities.drill(kind, rank)
 
     def compare(
@@ -360,8 +354,7 @@ class Lab:
             rounds: 1 trains them one after the other, and needs no host memory for suspended runs.
             lists: flat field names, as in `Spec.replace`, each with a list of values or one value for all.
 
-        Raises FieldError: an unknown field, an empty list, or no combination that is valid.
-        """
+        Raises FieldError: an unknown field, an empty list, or no combination that is valid."""
         for name, value in (("steps", steps), ("rounds", rounds)):
             check_whole(name, value)
         bases = [self._wanted(one, {}) for one in (spec if isinstance(spec, Sequence) else [spec])]
@@ -400,8 +393,7 @@ class Lab:
                 "optimizer"; and "exposed", the share of communication that computing waits for.
             changes: flat field names, as in `Spec.replace`, such as link="0.1 GB/s".
 
-        Raises FieldError: of an argument. A mistake of the engine is no exception.
-        """
+        Raises FieldError: of an argument. A mistake of the engine is no exception."""
         check_whole("steps", steps, LEAST_STEPS)
         spec = self._wanted(None, {"model": SMALL_MODEL} | changes | {"engine": engine, "sharding": sharding})
         s, name = spec.strategy, code_name(spec.strategy.engine)
@@ -418,8 +410,7 @@ class Lab:
             spec: None: that of the ranks, or the default one where they have none.
             changes: flat field names, as in `Spec.replace`.
 
-        Raises SpecError: an invalid field or combination, or another backend than lab.
-        """
+        Raises SpecError: an invalid field or combination, or another backend than lab."""
         if spec is None:
             spec = self._activities.slow_spec or self.spec
             if spec.world_size != self.ranks:  # the lab was resized since that run
@@ -481,8 +472,7 @@ class Lab:
 
             lab.runs(backend="fsdp2", since="2026-11-20")[0].table()
 
-        Raises ArgumentError: an unknown field. HistoryError: the file cannot be read.
-        """
+        Raises ArgumentError: an unknown field. HistoryError: the file cannot be read."""
         if self.history is None:
             return RunList((), of=0, where="this lab", notes=("this lab stores none: it was made with history=False",))
         return self.history.runs(**filters)
@@ -522,8 +512,7 @@ class Lab:
         `sampling`: fields of `fsdp_lab.base.generation.Sampling`: new_tokens, temperature, top_k, top_p, seed.
 
         Raises ArgumentError: of a prompt or of `sampling`, or the model does not continue texts. ClusterError: the ranks
-        hold no model.
-        """
+        hold no model."""
         run, newest = self._activities.run, self.current
         if isinstance(newest, WatchedRun) and not newest.done:
             raise ClusterError(f"{newest!r} has the ranks: wait for its cell")
@@ -540,8 +529,7 @@ class Lab:
             beside: Specs whose steps are timed in turns with the calibration's, for comparison: `Calibration.beside_s`.
             passes: number of measurements of each figure.
 
-        Raises FieldError: of a Spec, or of `passes`. ClusterError: a run is in progress.
-        """
+        Raises FieldError: of a Spec, or of `passes`. ClusterError: a run is in progress."""
         self._activities.require_open()
         if unfinished := self._activities.unfinished:
             reason = f"{unfinished[0]!r} is in progress and would be measured as well"
@@ -583,8 +571,7 @@ class Lab:
             tokens, price_per_gpu_hour: of a whole training, such as "15B" and 2.49 in any currency: `Plan.bill` has its
                 time, GPU hours and cost, with ranges. A price alone is for a billion tokens.
 
-        Raises ArgumentError: no calibration, or of other ranks; hardware that is unknown or cannot hold the ranks.
-        """
+        Raises ArgumentError: no calibration, or of other ranks; hardware that is unknown or cannot hold the ranks."""
         wanted, training = self.spec if spec is None else spec, Training.of(tokens, price_per_gpu_hour)
         if hardware is not None:
             where = Target(hardware=hardware, hosts=hosts, network_gbit_per_s=network_gbit_per_s, training=training)
@@ -619,8 +606,7 @@ class Lab:
             ranks: on this machine; None: 2. On other hosts these say how many.
             progress: receives each `StartProgress`, and cancels the start by raising; None: as for the lab.
 
-        Raises StartError: one sentence. ArgumentError: the lab's engines are yours.
-        """
+        Raises StartError: one sentence. ArgumentError: the lab's engines are yours."""
         self._activities.require_open()
         count, stop = ranks if hosts is None else hosts.ranks, partial(self._activities.stop, "the ranks were moved")
         self.cluster.move(hosts, count, progress, stop)
@@ -693,8 +679,7 @@ class Lab:
             path: ends in .html; None: "fsdp-lab-<id of the first run>.html" in the working folder.
             runs: what it compares; empty: the newest run.
 
-        Raises ArgumentError: there is no run, or the path cannot be written.
-        """
+        Raises ArgumentError: there is no run, or the path cannot be written."""
         from fsdp_lab import write_report  # as above
 
         shown = runs or [run for run in [self.current] if run is not None]
@@ -731,8 +716,7 @@ class Lab:
     def detach(self) -> None:
         """Stops the run, leaves the ranks as they are for the next kernel, and closes the lab, as this kernel's exit does.
 
-        Raises ClusterError: the ranks are not persistent.
-        """
+        Raises ClusterError: the ranks are not persistent."""
         if not self.persistent:
             raise ClusterError("these ranks end with their lab; make it with Lab(persist=True) to leave them")
         self._end(self.cluster.detach, "its kernel left the ranks")

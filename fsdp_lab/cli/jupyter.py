@@ -2,8 +2,7 @@
 another environment than the kernel, as on most cloud machines.
 
 That JupyterLab serves the browser part of the widgets, so two extensions have to be installed in its environment, which
-`missing` and `running_servers` look at.
-"""
+`missing` and `running_servers` look at."""
 
 import argparse
 import contextlib

@@ -9,8 +9,7 @@ ended with its processes.
 Note: what is safe to fork. The server has one thread, has used no GPU and has opened no socket of ZeroMQ's; it computes
 nothing, so OpenMP has no threads yet. CUDA cannot be used in the fork of a process that has used it, and an import may use
 it: torch asks NVML what there is (`ASK_NVML`), which uses no GPU, and where an import has used one all the same
-(`used_gpu`) the server forks nothing. Then engines are started one by one, as where its socket cannot be made.
-"""
+(`used_gpu`) the server forks nothing. Then engines are started one by one, as where its socket cannot be made."""
 
 import contextlib
 import json

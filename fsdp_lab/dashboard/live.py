@@ -4,8 +4,7 @@ Other widgets would not do: jupyter_bokeh contains no BokehJS and stops working 
 with the page. Here the widget's state holds BokehJS and a first picture when it is displayed, so that it is drawn even
 while the kernel is busy with the next cell. The page then mounts: it gets a snapshot of everything, and after that what is
 new, with at most two messages unacknowledged. It acknowledges after painting, so a slow page gets fewer and larger
-messages. After the first mount the state is empty: later views request BokehJS.
-"""
+messages. After the first mount the state is empty: later views request BokehJS."""
 
 import base64
 import gzip

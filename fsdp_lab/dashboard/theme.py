@@ -4,8 +4,7 @@ Orange is the signal: exposed communication, in every plot, and nothing else. Ra
 of memory, kinds of communication and parts of computing are muted hues that differ in lightness too, in the order in which
 they are stacked, with hatching for what is seldom seen. Other runs (pins) are four muted hues, each in two lightnesses, and
 always dashed: each hue in its own dashes. `tests/dashboard/test_theme.py` measures that eyes with protanopia, deuteranopia
-and tritanopia tell apart what is drawn together.
-"""
+and tritanopia tell apart what is drawn together."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

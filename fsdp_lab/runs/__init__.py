@@ -1,7 +1,6 @@
 """Runs as the kernel sees them: driven chunk by chunk, saved, recovered, summarised, compared and shown on a timeline.
 
-The names below are imported when they are used, so that what stores runs works where ipyparallel is not installed.
-"""
+The names below are imported when they are used, so that what stores runs works where ipyparallel is not installed."""
 
 from typing import TYPE_CHECKING
 

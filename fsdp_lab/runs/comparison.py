@@ -1,8 +1,7 @@
 """`Comparison`: several runs side by side, live or stored, each compared with one of them, the baseline.
 
 Each run is compared under the Spec that was applied last. The rules for figures and ratios are in `fsdp_lab.runs.summary`,
-that for whether two runs computed the same in `fsdp_lab.runs.parity`.
-"""
+that for whether two runs computed the same in `fsdp_lab.runs.parity`."""
 
 import json
 import math
@@ -80,8 +79,7 @@ class Comparison:
 
     Attributes:
         rows: in the order given. baseline: the label of the run that the others are compared with; None: there is none.
-        differing: flat names of the Spec's fields in which rows differ.
-    """
+        differing: flat names of the Spec's fields in which rows differ."""
 
     rows: tuple[Row, ...]
     baseline: str | None
@@ -98,8 +96,7 @@ class Comparison:
                 None: no ratios, no parity.
             names: labels of the rows; None: A, B, C, ...
 
-        Raises ArgumentError: there is no such baseline, or the names are not one for each run.
-        """
+        Raises ArgumentError: there is no such baseline, or the names are not one for each run."""
         labels = [letters(i) for i in range(len(runs))] if names is None else list(names)
         if isinstance(names, str) or len(labels) != len(runs) or len(set(labels)) != len(runs) or not all(labels):
             reason = f"{names!r} does not distinguish {len(runs)} runs"
@@ -132,8 +129,7 @@ class Comparison:
 
         Args:
             only: the figures to show; empty: all. "parity", "time ratio" and "peak ratio" are to the baseline.
-            spread: whether step times have p10 to p90.
-        """
+            spread: whether step times have p10 to p90."""
         rows = [self.cells(r, ("step time",) if spread else ()) for r in self.rows if not r.refused]
         known = [name for name in (rows[0] if rows else ()) if {row[name] for row in rows} - {NONE, ""}]
         shown = [name for name in known if not only or name in ("", "what", "state", *only)]

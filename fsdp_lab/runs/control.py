@@ -1,7 +1,6 @@
 """`RunControl`: what a run and its driver share: its options, its state, and the requests that are not carried out yet.
 
-Also the `Request`s that a run returns.
-"""
+Also the `Request`s that a run returns."""
 
 import contextlib
 import secrets
@@ -56,8 +55,7 @@ class RunControl:
         paused: whether to hold between two chunks.
         suspending: whether to suspend the run after its chunk. suspended: whether it waits for its turn, with its training
             state on the host.
-        stop_s, stop_reason: when a stop was requested, on the monotonic clock, and why; None: it was not.
-    """
+        stop_s, stop_reason: when a stop was requested, on the monotonic clock, and why; None: it was not."""
 
     def __init__(
         self,

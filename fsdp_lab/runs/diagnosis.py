@@ -2,8 +2,7 @@
 
 It reads what every panel reads, the step events, the Spec, the audit and why a run has failed, so it works on runs of any
 kind: live, stored, and loops that are only watched. Times are medians of steps that count; limits are at the top. What may
-have a good reason is named only where it costs much.
-"""
+have a good reason is named only where it costs much."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -41,8 +40,7 @@ class Diagnosis:
     """A trouble of a run.
 
     `sentence`: what was measured, or what a failure means. `cure`: what to do. `changes`: fields of the Spec by flat name
-    that do it, for `run.apply` or `lab.run`; empty where no field does.
-    """
+    that do it, for `run.apply` or `lab.run`; empty where no field does."""
 
     cause: Cause
     sentence: str

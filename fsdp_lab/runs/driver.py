@@ -49,8 +49,7 @@ class Progress:
     """Counts the steps of a run, and sizes its chunks.
 
     `steps`: to train in all; None: until stopped. `share`: steps of a turn; None: the run has the ranks to itself. `step`:
-    number of the next step. `done`: steps trained. `turn_left`: steps left of the turn.
-    """
+    number of the next step. `done`: steps trained. `turn_left`: steps left of the turn."""
 
     def __init__(self, steps: int | None, share: int | None, step: int) -> None:
         self.steps, self.share, self.step = steps, share, step

@@ -1,8 +1,7 @@
 """`check_engine`: an engine of the user's, tried for some steps beside a known one of the same sharding.
 
 It passes if the lab names no mistake (backends/yours.py), it computes the same (`runs.parity`), and takes no more than what
-was asked for (`LIMITS`).
-"""
+was asked for (`LIMITS`)."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping

@@ -1,8 +1,7 @@
 """Evaluation on held-out samples: how often, with which results, and when to stop.
 
 Only losses of the same samples are comparable. So a switch that changes what is held out (`HELD_OUT_BY`) discards earlier
-evaluations, and a restart from an earlier step discards those after it; the events keep them all.
-"""
+evaluations, and a restart from an earlier step discards those after it; the events keep them all."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -28,8 +27,7 @@ class EvalConfig:
     `patience`: the run stops after so many consecutive evaluations that were not better than the best; None: never.
     `prompts`: texts or chats, as of `Lab.generate`, that a language model continues after each evaluation, as `sampling`
     says. Raises ArgumentError for a
-    number that is not a whole number of 1 or more, or a prompt that is no text.
-    """
+    number that is not a whole number of 1 or more, or a prompt that is no text."""
 
     every: int
     samples: int = 64

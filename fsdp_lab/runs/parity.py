@@ -16,8 +16,7 @@ Note: what rounding explains. Rounding acts from the first step that is not equa
 are still practically equal, and each loss and gradient norm has a bound (`BOUNDS`, `early_bound`). After that, training has
 amplified the difference: a norm may jump in one run and not in the other, and a loss with it. So only losses are compared,
 as a mean over `ALIKE` steps, and the bound doubles every `ALIKE` steps up to `MOST` (`late_bound`). An error that begins
-that late, in runs that were not equal before, is detected only if it changes losses by as much.
-"""
+that late, in runs that were not equal before, is detected only if it changes losses by as much."""
 
 import math
 from collections.abc import Iterable, Mapping

@@ -2,8 +2,7 @@
 
 PNG, because it is saved with the notebook and shown wherever that is read, also by a JupyterLab that does not trust it yet,
 which shows no SVG, and after the kernel's end, when a widget is gone. The background is transparent and the inks are of
-middle lightness, so that it is read on light and on dark pages.
-"""
+middle lightness, so that it is read on light and on dark pages."""
 
 import io
 import math
@@ -148,8 +147,7 @@ def curves(
         rings: points beside the first line. marks: step -> what changed there, for the legend.
         label: of the upright axis. zero: whether it begins there.
 
-    Raises ArgumentError where there is nothing to draw.
-    """
+    Raises ArgumentError where there is nothing to draw."""
     points = [p for some in (*series.values(), rings) for p in some]
     if not points:
         raise ArgumentError("plot", f"there is nothing measured yet of {label}", "train some steps first")

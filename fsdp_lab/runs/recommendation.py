@@ -5,8 +5,7 @@ The rule. Candidates do the same work as the baseline on the same link (model, d
 all ranks, so that runs of other batches and world sizes compare. *Fastest*: of the run with the most tokens per second and
 those whose time per token is not told apart from its (`runs.summary.ratio`), the one with the lowest peak. *Smallest*: the
 lowest peak of these and of those within `WITHIN` of that time. A *toggle* is a field of the Spec with two of its values; it
-is judged from every pair of runs that differ in this field alone.
-"""
+is judged from every pair of runs that differ in this field alone."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -53,8 +52,7 @@ class Recommendation:
     Attributes:
         fastest, smallest: labels; None where no run can be recommended. fastest_run, smallest_run: the runs themselves.
         sentences: the recommendation. toggles: what each toggle saved or cost.
-        excluded: label -> why it is not recommended. notes: how far to trust the figures.
-    """
+        excluded: label -> why it is not recommended. notes: how far to trust the figures."""
 
     fastest: str | None
     smallest: str | None

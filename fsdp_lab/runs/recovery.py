@@ -3,8 +3,7 @@
 Note: sources. A failed step is discarded on all ranks, so that they hold the state after the step before it. With all
 ranks alive the run continues from that (`LIVE`). Where some are lost, the surviving ranks write their shards; if these cover
 every element, as replicas do, they form an ordinary checkpoint (`REPLICA`). Otherwise the run's newest checkpoint is used,
-or training begins again: with the same samples in the same order, so that the loss curve is the same.
-"""
+or training begins again: with the same samples in the same order, so that the loss curve is the same."""
 
 import contextlib
 import tempfile
@@ -35,8 +34,7 @@ class RecoveryPolicy:
 
     how: "off": the run fails; "ask": it waits for `recover` or `stop`; "auto": it recovers by itself.
     ranks: "same": lost ranks are replaced; "fewer": the run continues on the surviving ones.
-    times: with "auto", how many failures without a step in between the run recovers from.
-    """
+    times: with "auto", how many failures without a step in between the run recovers from."""
 
     how: str = "off"
     ranks: str = "same"

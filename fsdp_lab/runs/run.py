@@ -2,8 +2,7 @@
 
 The work is done by its `Driver` on a thread of its own (threads: see the note in `fsdp_lab.runs.driver`). A user's call
 leaves a request in `RunControl`, so a cell or a widget callback waits for the ranks only in `wait`, `await`, or `stop` with
-a timeout.
-"""
+a timeout."""
 
 import asyncio
 import os
@@ -38,8 +37,7 @@ class Run(RunControl, RunQueries, Awaited["Run"]):
     """One training run. Made by `Lab.run`; starts at once. Attributes: see `RunControl`.
 
     `run.wait()` and `await run` return the run when it is finished or stopped, and raise its error when it failed. Ctrl-C in
-    either stops the run after its chunk and is raised again.
-    """
+    either stops the run after its chunk and is raised again."""
 
     def __init__(
         self,
@@ -122,8 +120,7 @@ class Run(RunControl, RunQueries, Awaited["Run"]):
         Changes are made to the pending Spec, else to the applied one. A newer request replaces a pending one.
 
         Raises SpecError: an invalid Spec, or more ranks than a given cluster has engines, or, without `anyway`, more memory
-        than there is, as the planner knows. ClusterError: the run is over.
-        """
+        than there is, as the planner knows. ClusterError: the run is over."""
         with self.changing():
             self._require_live("start another one with lab.run")
             base = spec or self.pending or self.spec
@@ -165,8 +162,7 @@ class Run(RunControl, RunQueries, Awaited["Run"]):
         The result is a list, a text for each prompt. `Run.completions` has what an evaluation with prompts generated.
 
         `sampling`: fields of `Sampling`: new_tokens, temperature, top_k, top_p, seed. Raises ArgumentError: of a prompt, or
-        of `sampling`. ClusterError: the run is over.
-        """
+        of `sampling`. ClusterError: the run is over."""
         given, wanted = checked_prompts(prompts), Sampling(**sampling)
         with self.changing():
             self._require_live("lab.generate(text) asks what the ranks hold")

@@ -8,8 +8,7 @@ The ranks train an ordinary step, forward, backward and update by autograd, and 
 one is requested. Nothing is sent to them in between, so they are idle then, and cells (`%%px`) can inspect them.
 
 Threads: the thread that calls `next` or `close` sends the work, one call at a time. No run trains meanwhile, because a run
-and a step in slow motion end each other before they begin. So all ranks still get the same calls in the same order.
-"""
+and a step in slow motion end each other before they begin. So all ranks still get the same calls in the same order."""
 
 import secrets
 import threading

@@ -6,8 +6,7 @@ Results, tables, plots and reports are all computed from steps. The rules:
   every step of earlier attempts from its own first step on; these are abandoned and in no result.
 - Missing ranks. A step is whole when every rank of its world size has reported it. Results use whole steps only; live plots
   draw a partial step once enough later steps are whole.
-- World size. Whether a step is whole depends on its own world size, so a run on fewer ranks keeps its earlier steps.
-"""
+- World size. Whether a step is whole depends on its own world size, so a run on fewer ranks keeps its earlier steps."""
 
 import dataclasses
 import itertools
@@ -179,8 +178,7 @@ class EventStore:
     the newest `TRACED_STEPS` traced steps and `SPAN_CAP` spans (about 0.3 kB each), memory curves for the newest
     `CURVE_STEPS` ledger steps; older events lose theirs.
 
-    `attempt`: how often the ranks have begun again from an earlier step.
-    """
+    `attempt`: how often the ranks have begun again from an earlier step."""
 
     def __init__(self, cap: int = CAP, *, traced_steps: int = TRACED_STEPS, span_cap: int = SPAN_CAP) -> None:
         self._cap, self._traced_steps, self._span_cap = cap, traced_steps, span_cap

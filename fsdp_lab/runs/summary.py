@@ -230,8 +230,7 @@ class Ratio:
     trained after the other, it is the ratio of the two medians; p10 and p90 are the ends of its 80 % interval, from the
     order statistics of both samples. Drift of the machine between the two is then part of the ratio.
 
-    `p10`, `p90`: None where there are too few steps. `n`: rounds, or the steps of the run that has fewer.
-    """
+    `p10`, `p90`: None where there are too few steps. `n`: rounds, or the steps of the run that has fewer."""
 
     median: float
     p10: float | None

@@ -4,8 +4,7 @@ Note: rounds. Each Spec is a run of its own, from the same initial values on the
 numbers of steps, round after round, so that drift (clock rates, other processes, temperature) affects all of them alike.
 Between its turns a run's state is on the host, bit for bit, so that the memory measured on the device is the current run's
 alone. The first step of each turn is left out of medians, as after any switch. With one round the runs are trained one
-after the other, and none is suspended.
-"""
+after the other, and none is suspended."""
 
 import contextlib
 import threading

@@ -6,8 +6,7 @@ their own start of the step, and the timeline says so: it never shows an impossi
 
 A trace file holds traced steps in the Trace Event Format ("Trace Event Format", a document of the Chromium project), which
 Perfetto (ui.perfetto.dev) and chrome://tracing open. A rank is a process, a track of its timeline a thread. Spans of one
-track that overlap are given threads of their own, because slices of one thread may only nest.
-"""
+track that overlap are given threads of their own, because slices of one thread may only nest."""
 
 import gzip
 import json
@@ -87,8 +86,7 @@ class Timeline:
     Attributes:
         lanes: one for each rank that sent spans, in rank order. missing: the other ranks.
         zero_s: on the common clock, which is rank 0's `time.perf_counter`.
-        clock_error_s: the most by which a lane may be shifted relative to rank 0's; None: no two lanes are aligned.
-    """
+        clock_error_s: the most by which a lane may be shifted relative to rank 0's; None: no two lanes are aligned."""
 
     step: int
     world_size: int

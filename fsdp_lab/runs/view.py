@@ -1,7 +1,6 @@
 """`RunView`, what can be read of any run, live or stored, and `RunQueries`, the results computed from that.
 
-Also `RunState`, `Switch`, `Awaited`, `Request`, and the `fingerprint` of the machine that a run was trained on.
-"""
+Also `RunState`, `Switch`, `Awaited`, `Request`, and the `fingerprint` of the machine that a run was trained on."""
 
 import asyncio
 import contextlib
@@ -330,8 +329,7 @@ class RunQueries:
                 or "time" of a step. The last two leave out what is left out of medians.
             beside: another run, or several by their names, drawn broad and pale below it.
 
-        Raises ArgumentError: there is no such figure, or nothing has been measured.
-        """
+        Raises ArgumentError: there is no such figure, or nothing has been measured."""
         if what not in PLOTTED:
             raise ArgumentError("what", f"there is no {what!r} to draw", f"use one of {', '.join(PLOTTED)}")
         label, value = PLOTTED[what]
@@ -418,8 +416,7 @@ def fingerprint(ranks: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     people, so it has no user names, no paths and no environment variables.
 
     Returns: plain scalars and lists, by "host", "cpu", "cores" (usable ones), "memory_bytes", "system", "python",
-    "torch", "transformers", "fsdp_lab", "devices" (a name for each rank), "cuda", "nccl", "driver" (empty on a CPU).
-    """
+    "torch", "transformers", "fsdp_lab", "devices" (a name for each rank), "cuda", "nccl", "driver" (empty on a CPU)."""
     software = dict(ranks[0].get("software", {})) if ranks else {}
     return {
         **_machine(),

@@ -145,8 +145,7 @@ class AuditLog:
     replicated: (name, ranks that hold what this one does, whether the wrapper sees to it) of each parameter, once
     checksums: (step, {number in `replicated`, as text: checksum}); -1 is before the first step
     inputs: (step, checksum of what the model was given)
-    findings: as `AuditFinding.to_dict`; everywhere: likewise, certain once all ranks have said so
-    """
+    findings: as `AuditFinding.to_dict`; everywhere: likewise, certain once all ranks have said so"""
 
     def __init__(self, world_size: int) -> None:
         self.findings: list[AuditFinding] = []

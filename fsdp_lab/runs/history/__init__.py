@@ -1,7 +1,6 @@
 """Runs on disk: written while they train, listed, read back, named and deleted. One SQLite file.
 
-The names below are imported when they are used: a rank that watches a loop (loops.py) needs them only if it stores.
-"""
+The names below are imported when they are used: a rank that watches a loop (loops.py) needs them only if it stores."""
 
 from typing import TYPE_CHECKING
 

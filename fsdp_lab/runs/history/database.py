@@ -4,8 +4,7 @@ Several kernels may write to the file at once: it uses a write-ahead log, and tr
 A file of another version or of another program is refused, a damaged one is moved aside.
 
 A pack of events is zlib over JSON, which writes a float with as many digits as identify it exactly, NaN and infinities by
-name. Spans and memory curves, which are larger than all the rest, are stored in packs of their own.
-"""
+name. Spans and memory curves, which are larger than all the rest, are stored in packs of their own."""
 
 import contextlib
 import errno

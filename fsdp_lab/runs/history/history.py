@@ -4,8 +4,7 @@
     History().runs(backend="fsdp2")[0].table()          # in a lab: lab.runs(backend="fsdp2")
 
 It is one SQLite file (`database`), written a few times a second by a thread of its own (`writer`), so that a kernel's death
-loses at most the last half second. How much of a long run is stored is described in `writer`.
-"""
+loses at most the last half second. How much of a long run is stored is described in `writer`."""
 
 import gc
 import json
@@ -48,8 +47,7 @@ class StoredRun(RunQueries):
         started_unix_s, ended_unix_s: the end is None while it runs, and for a lost run the time of its last update.
         state, reason, notes, environment: as in `Run`. `RunState.LOST` if its kernel died before the run was over.
         step: committed steps. tokens_per_s: median of the newest 100 counted steps. loss: the last one.
-        spec, switches, events: as in `Run`.
-    """
+        spec, switches, events: as in `Run`."""
 
     def __init__(self, row: Mapping[str, Any], open_db: Callable[[], HistoryDB]) -> None:
         self._open = open_db
@@ -234,8 +232,7 @@ class History:
             for data (`$XDG_DATA_HOME`, `~/.local/share`, on a Mac `~/Library/Application Support`).
         limit_bytes: when the file is larger, the oldest runs are deleted, except running and pinned ones.
 
-    No file is opened or created before there is a run to store. Raises ArgumentError for an invalid `limit_bytes`.
-    """
+    No file is opened or created before there is a run to store. Raises ArgumentError for an invalid `limit_bytes`."""
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, limit_bytes: int = LIMIT_BYTES) -> None:
         check_whole("limit_bytes", limit_bytes, wanted="a whole number of bytes above 0")
@@ -332,8 +329,7 @@ class History:
             name: as given by `rename`.
             fields: flat fields of the Spec applied last; a list matches any of its values.
 
-        Raises ArgumentError: an unknown field or state. HistoryError: the file cannot be read.
-        """
+        Raises ArgumentError: an unknown field or state. HistoryError: the file cannot be read."""
         values, since_s = _field_values(fields), _unix_s(since)
         wanted_state = None if state is None else _run_state(state)
         if self._writer.recorded:

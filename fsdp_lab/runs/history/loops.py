@@ -81,8 +81,7 @@ def watch(
         history: where events are stored outside of a lab: True in the default file, a path, or False.
         report_to: as of `Lab.run`. Rank 0 reports; on the ranks of a lab its kernel does, under its own environment.
 
-    Raises ArgumentError: for what cannot be watched, in a sentence. ModuleNotFoundError: of `report_to`.
-    """
+    Raises ArgumentError: for what cannot be watched, in a sentence. ModuleNotFoundError: of `report_to`."""
     session, reporter, sent = resident_session(), None, None
     if report_to is not None:
         from fsdp_lab.runs.trackers import Reporter

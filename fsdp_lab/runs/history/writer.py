@@ -5,8 +5,7 @@ receives events is involved, and any failure here (a full disk, another kernel's
 `problem` and retried, while the runs continue. The thread ends when no run is left to write.
 
 An event takes about 160 bytes. Spans are stored of one traced step every 5 s and of the run's last ones, up to 20 steps;
-memory curves of the newest 8 ledger steps.
-"""
+memory curves of the newest 8 ledger steps."""
 
 import dataclasses
 import json
