@@ -12,6 +12,7 @@ from functools import wraps
 from html import escape
 from typing import Any, ParamSpec
 
+from course.board import note
 from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.events import Role
 from fsdp_lab.base.formatting import duration, plural, size, traffic
@@ -54,14 +55,18 @@ class NotYet(Exception):
 
 
 def check(answer: Callable[Given, str]) -> Callable[Given, Marked]:
-    """Makes a check of a function that returns what is said of a right answer, and raises NotYet for a wrong one."""
+    """Makes a check of a function that returns what is said of a right answer, and raises NotYet for a wrong one. The
+    docstring begins with the notebook's number, under which the board of the class has it."""
+    exercise = (answer.__doc__ or "")[:2]
 
     @wraps(answer)
     def marked(*args: Given.args, **options: Given.kwargs) -> Marked:
         try:
-            return Marked(passed=True, sentence=answer(*args, **options))
+            told = Marked(passed=True, sentence=answer(*args, **options))
         except NotYet as e:
-            return Marked(passed=False, sentence=str(e))
+            told = Marked(passed=False, sentence=str(e))
+        note(exercise, passed=told.passed)
+        return told
 
     return marked
 

@@ -3,6 +3,7 @@ the mistake, and takes those of solutions/exercises.py and others. What they loo
 
 import re
 import runpy
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from course import exercises
+from course.board import Board
 from course.exercises import Marked
 from course.pains import PAINS
 from fsdp_lab.base.errors import ArgumentError, Cause
@@ -361,3 +363,27 @@ def test_a_rank_that_never_comes_back_is_named_and_the_next_check_passes(real_la
         real_lab.check_engine(names["FullyShard"], most={"speed": 1})
     with pytest.raises(ArgumentError, match="5 or more"):
         real_lab.check_engine(names["FullyShard"], steps=3)
+
+
+def test_the_board_of_a_class_follows_who_has_passed_what(tmp_path, monkeypatch):
+    quiet = SimpleNamespace(incidents=(), state=RunState.STOPPED)
+    recovered = SimpleNamespace(resumed_step=4, source=REPLICA)
+    healed = SimpleNamespace(incidents=(recovered,), saves=(), spec=SPEC, state=RunState.STOPPED)
+    with pytest.raises(ValueError, match="give Board"):
+        Board()
+    exercises.repeats_nothing(quiet)  # no class: noted nowhere
+    monkeypatch.setenv("FSDP_LAB_CLASS", str(tmp_path))
+    board = Board()
+    try:
+        assert "Nobody has answered yet" in board.value
+        for name, runs in (("ada", (quiet, quiet, healed, quiet)), ("bob", (quiet,))):
+            monkeypatch.setenv("LOGNAME", name)
+            for run in runs:
+                exercises.repeats_nothing(run)
+        ada, bob = (learner.answers["05"] for learner in board.learners())
+        assert (ada.mark, bob.mark) == ("✔ 3", "✘ 1")
+        until(lambda: "✔ 3" in board.value and "✘ 1" in board.value and "of 2" in board.value, 30)
+        shutil.rmtree(tmp_path)
+        assert not exercises.repeats_nothing(quiet)  # a folder that has gone harms no check
+    finally:
+        board.close()
