@@ -248,6 +248,9 @@ def own_names(changes: Mapping[str, Any]) -> dict[str, Any]:
     as `Lab.compare` takes it, each value. Raises SpecError for two names of one field."""
     own: dict[str, Any] = {}
     for name, value in changes.items():
+        beside = changes.get({"bf16": "fp16", "fp16": "bf16"}.get(name, ""))
+        if value is False and (beside is True or (beside is False and name == "fp16")):
+            continue  # TrainingArguments name both; only a True chooses
         field, values = ALIASES.get(name, name), _VALUES.get(name, {})
         if field in own or (field != name and field in changes):
             raise SpecError(field, f"{name} means it too", "give one of the two")

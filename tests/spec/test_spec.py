@@ -184,12 +184,14 @@ def test_replace_routes_flat_names_and_changes_nothing_else() -> None:
     assert after.difference(before) == of_strategy | others and before == Spec() and after.global_batch == 24
 
 
-def test_names_of_trainer_and_peft_are_taken_and_ours_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    theirs = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "learning_rate": 1e-3, "bf16": True,
-              "gradient_checkpointing": True, "max_grad_norm": 0, "lr_scheduler_type": "constant_with_warmup",
-              "warmup_steps": 5, "optim": "adamw_torch", "model_name_or_path": "gpt2-1m", "max_seq_length": 64,
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_names_of_trainer_and_peft_are_taken_and_ours_are_said_once(dtype: str, caplog: Any) -> None:
+    theirs = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "learning_rate": 1e-3,
+              "bf16": dtype == "bf16", "fp16": dtype == "fp16", "gradient_checkpointing": True, "max_grad_norm": 0,
+              "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5, "optim": "adamw_torch", "max_seq_length": 64,
+              "model_name_or_path": "gpt2-1m",
               "lora": {"r": 4, "lora_alpha": 16, "target_modules": ["c_attn"], "lora_dropout": 0.0}}  # fmt: skip
-    ours = {"micro_batch": 8, "accumulate": 2, "lr": 1e-3, "precision": "bf16", "recompute": "full", "clip_norm": None,
+    ours = {"micro_batch": 8, "accumulate": 2, "lr": 1e-3, "precision": dtype, "recompute": "full", "clip_norm": None,
             "lr_schedule": "constant", "warmup_steps": 5, "optimizer": "adamw", "model": "gpt2-1m", "seq_len": 64,
             "lora": {"r": 4, "alpha": 16, "targets": ["c_attn"]}}  # fmt: skip
     assert Spec().replace(**theirs) == Spec().replace(**theirs) == Spec().replace(**ours, link="off")
@@ -198,6 +200,7 @@ def test_names_of_trainer_and_peft_are_taken_and_ours_are_said_once(caplog: pyte
     assert set(ALIASES.values()) <= set(vocabulary.FIELDS) and not set(ALIASES) & set(vocabulary.FIELDS)
     for wrong, said in (({"num_train_epochs": 3}, "give lab.run(steps="),
                         ({"lr": 1.0, "learning_rate": 1.0}, "means it too"),
+                        ({"bf16": True, "fp16": True}, "fp16 means it too"),
                         ({"optimiser": "sgd"}, "did you mean optimizer"),
                         ({"lora": {"r": 4, "lora_dropout": 0.1}}, "leave lora_dropout out")):  # fmt: skip
         assert said in str(Spec().validate(**wrong))
