@@ -16,6 +16,7 @@ import contextlib
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Self
 
 import psutil
@@ -29,7 +30,7 @@ from fsdp_lab.cluster.calls import Dispatcher
 from fsdp_lab.cluster.code_delivery import Delivery
 from fsdp_lab.cluster.detached import persist_limit_s
 from fsdp_lab.cluster.hosts import Hosts
-from fsdp_lab.cluster.local_engines import LocalEngines
+from fsdp_lab.cluster.local_engines import LocalEngines, shown_execute
 from fsdp_lab.cluster.membership import ClusterState, Membership, RankStatus
 from fsdp_lab.cluster.supervisor import Supervisor
 
@@ -136,7 +137,8 @@ class Cluster:
         self.membership.enter(ClusterState.RUNNING)
         with contextlib.suppress(Exception):  # magics are a convenience: no reason to lose the ranks
             if get_ipython() is not None:
-                self.client.activate(targets=self.engine_ids)
+                view = self.client.activate(targets=self.engine_ids)
+                view.execute = partial(shown_execute, view.execute)
 
     def close(self, *, keep: bool = False) -> None:
         """Ends what we started, in any state; ten seconds at most. Idempotent. `keep`: what starts engines is left in

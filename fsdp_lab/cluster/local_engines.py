@@ -24,6 +24,7 @@ from fsdp_lab.cluster.engine_server import SOCKET, ForkedEngineSetLauncher, star
 from fsdp_lab.cluster.engines import EngineProcess, Engines
 
 ATTACH_S = 10.0  # for the client to reach running engines
+OUTPUT_S = 5.0  # for what a cell wrote to arrive, after its end
 # The client remembers the signatures of its messages against replays, by default of 65,536.
 SIGNATURES = 2048
 BEAT_S = 0.2  # short: the hub registers an engine after two heartbeats
@@ -44,11 +45,7 @@ c = get_config()
 c.IPController.enable_curve = {curve}
 c.Session.key = {key!r}
 """
-
-
 T = TypeVar("T")
-
-
 OnEnd = Callable[[int, int | None], None]  # pid, exit code; called on the launcher thread
 
 
@@ -169,7 +166,11 @@ class LocalEngines(Engines):
         """A separate client: what a notebook does with it (purge, wait for all) does not affect our calls."""
         if self._user_client is None:
             info = self._loop.run(self._cluster.controller.get_connection_info(), 10)
-            self._user_client = ipp.Client(info["client"], cluster=None)
+            self._user_client = client = ipp.Client(info["client"], cluster=None)
+            # What a rank prints before the controller knows of the client's subscription is lost.
+            for patience_s in (0.05, 0.1, 0.2, 0.4, 0.8) if client.ids else ():
+                if client[:].apply_async(int).wait_for_output(patience_s):
+                    break
         return self._user_client
 
     @property
@@ -398,6 +399,16 @@ class LauncherLoop:
         self._thread.join(2)
         if not self._thread.is_alive():
             self._loop.close()
+
+
+def shown_execute(execute: Callable[..., Any], *code: Any, **options: Any) -> Any:
+    """A view's `execute` of which each rank's output is shown. ipyparallel gives one id to all that comes before it streams,
+    so that the last rank's is seen alone, and does not wait for what comes 2 s after the cell began."""
+    result = execute(*code, **options)
+    stream, wait = result._iopub_streaming_output_callback, result.wait_for_output
+    result._iopub_streaming_output_callback = lambda of, sent, m: stream(of, sent, {**m, "parent_header": sent.header})
+    result.wait_for_output = lambda timeout=-1: wait(OUTPUT_S if result.done() else timeout)
+    return result
 
 
 def cluster_options() -> dict[str, Any]:

@@ -13,6 +13,7 @@ from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.formatting import Table, duration, size
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.cluster.assembly import StartProgress
+from fsdp_lab.cluster.local_engines import OUTPUT_S, shown_execute
 from fsdp_lab.cluster.membership import RankStatus
 from fsdp_lab.runs.sweep import Sweep
 
@@ -100,7 +101,6 @@ def _doing(s: RankStatus) -> str:
 
 
 _RANKS_OPTION = re.compile(r"(?:--ranks?(?:\s+|=)(\d+(?:\s*,\s*\d+)*))?")
-OUTPUT_S = 5.0  # for what a cell wrote to arrive, after its end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,14 +151,13 @@ class LabMagics:
         if lost := [lab.lost[rank] for rank in ranks if rank in lab.lost]:
             raise lost[0]
         view = lab.client.direct_view([engines[rank] for rank in ranks])
-        result, printed = view.execute(cell, silent=False, block=False), RankOutput(ranks)
+        result, printed = shown_execute(view.execute, cell, silent=False, block=False), RankOutput(ranks)
         try:
             while not result.wait(0.1):
                 printed.show(result.stdout, result.stderr)
         except KeyboardInterrupt:
             lab.cluster.interrupt(cells=True)
             result.wait(OUTPUT_S)
-        result.wait_for_output(OUTPUT_S)
         printed.show(result.stdout, result.stderr, over=True)
         printed.show_rich(result.outputs, result.execute_result)
         if failed := [(rank, e) for rank, e in zip(ranks, result.error, strict=True) if e is not None]:
