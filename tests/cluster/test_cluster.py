@@ -17,7 +17,7 @@ from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.process import marked
 from fsdp_lab.cluster import ClusterError, RankError, RankLost, StartError, assembly, engine_server
 from fsdp_lab.cluster.cluster import Cluster
-from fsdp_lab.cluster.engine_server import MODULE, forks, start_server, used_gpu
+from fsdp_lab.cluster.engine_server import MODULE, forks, used_gpu
 from fsdp_lab.cluster.nvml import GpuStatus
 from fsdp_lab.cluster.placement import Host
 from tests.cluster.conftest import FAKE, order
@@ -47,6 +47,11 @@ def test_nothing_listens_beyond_this_machine_and_only_its_user_reads_its_keys(cl
 
 
 def test_cells_on_the_ranks_reach_them_by_name_and_a_dropped_model_leaves_none(cluster: Cluster):
+    for _ in range(12):  # a client that is just made hears all that the ranks print
+        told = cluster.client[cluster.engine_ids].execute("print(rank)", silent=False)
+        assert told.wait(10) and told.wait_for_output(5) and told.stdout == ["0\n", "1\n"]
+        cluster.client.close(linger=0)
+        cluster.membership.engines._user_client = None
     view = cluster.client[cluster.engine_ids]
     view.execute("got = (rank, world_size, device, model.name, session.rank); model").get(10)
     assert view.pull("got", block=True) == [(0, 2, "cpu", "gpt2-10m", 0), (1, 2, "cpu", "gpt2-10m", 1)]
@@ -249,15 +254,15 @@ def test_without_its_server_a_rank_is_replaced_all_the_same(cluster: Cluster) ->
 
 
 @pytest.mark.slow
-def test_where_no_socket_can_be_made_engines_are_started_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_where_none_can_be_forked_engines_are_started_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "3").symlink_to("/dev/nvidiactl")  # as NVML opens it
     assert forks() and not used_gpu() and not used_gpu(tmp_path)
     (tmp_path / "4").symlink_to("/dev/nvidia-uvm")
     assert used_gpu(tmp_path), "CUDA cannot be used in a fork"
-    deep = tmp_path / ("x" * 120)
-    deep.mkdir()
-    assert start_server(deep, {}, FAKE) is None, "its path is too long for a socket"
-    monkeypatch.setattr(engine_server, "SOCKET", "x" * 120)
+    with Cluster(1, rank_module=FAKE, environment={"IMPORT_USES_GPU": "yes"}) as cluster:
+        (server,), (pid,) = servers(cluster), cluster.pids
+        assert psutil.Process(pid).ppid() != server.pid and len(cluster.call("status")) == 1
+    monkeypatch.setattr(engine_server, "SOCKET", "x" * 120)  # too long for a socket
     with Cluster(1, rank_module=FAKE) as cluster:
         assert not servers(cluster) and len(cluster.call("status")) == 1
 
