@@ -1,6 +1,10 @@
 """`Dashboard`: one thread, one dashboard a lab, and nothing left behind."""
 
 import threading
+from bisect import bisect_right
+from contextlib import closing
+from itertools import pairwise
+from types import SimpleNamespace
 
 import ipywidgets
 import pytest
@@ -9,6 +13,7 @@ from ipykernel.comm.comm import BaseComm
 from course.clinic import Clinic, Pain
 from fsdp_lab.base.errors import Cause
 from fsdp_lab.dashboard import Dashboard
+from fsdp_lab.dashboard.dashboard import STEP_TICK_S, TICK_S
 from fsdp_lab.dashboard.forms import answer_while_busy
 from fsdp_lab.dashboard.lab_like import LabLike
 from fsdp_lab.dashboard.panels.base import Columns
@@ -67,8 +72,7 @@ def test_the_clinics_select_follows_what_is_trained(lab, monkeypatch):
     """A page may send another choice before it has heard that the select is disabled."""
     trained = threading.Event()
     monkeypatch.setattr(Pain, "reproduce", lambda pain, lab: trained.wait(10) and lab.run(steps=1))
-    clinic = Clinic(lab)
-    try:
+    with closing((clinic := Clinic(lab)).dashboard):
         clinic.choose("generation")
         clinic._reproduce.click()
         assert clinic._choice.disabled
@@ -78,8 +82,6 @@ def test_the_clinics_select_follows_what_is_trained(lab, monkeypatch):
         clinic.wait(10)
         clinic._choice.value = "communication"
         assert clinic.pain.cause == "communication"
-    finally:
-        clinic.dashboard.close()
 
 
 def test_a_failure_in_the_clinic_is_said_once(lab, monkeypatch):
@@ -96,12 +98,11 @@ def test_a_failure_in_the_clinic_is_said_once(lab, monkeypatch):
 
     monkeypatch.setattr(Pain, "reproduce", reproduce)
     monkeypatch.setattr(Pain, "cure", lambda pain, lab, run: lab.run(steps=1))
-    clinic = Clinic(lab)
 
     def said(text):
         return [w.value.count(text) for w in within(clinic.widget) if text in str(getattr(w, "value", ""))]
 
-    try:
+    with closing((clinic := Clinic(lab)).dashboard):
         clinic.choose("generation")
         clinic.reproduce()
         clinic.wait(10)
@@ -111,8 +112,6 @@ def test_a_failure_in_the_clinic_is_said_once(lab, monkeypatch):
         clinic.cure()
         clinic.wait(10)
         assert meaning in clinic._found.value, "another run is shown below"
-    finally:
-        clinic.dashboard.close()
 
 
 def within(widget):
@@ -128,6 +127,34 @@ def test_a_tick_that_fails_does_not_end_the_display(lab, dashboard, monkeypatch,
     until(lambda: len(table(dashboard, "loss.steps")) > 3)
     dashboard.close()
     assert sum("a tick of the dashboard failed" in r.message for r in caplog.records) == 1
+
+
+def test_steps_wake_the_dashboard_no_more_often_than_it_may_and_an_idle_run_lets_it_rest(lab, dashboard):
+    """By a clock that waits alone move: nothing comes for 10 s, then steps seldom, then several in a tick."""
+    seldom = [10.0 + 0.26 * step + 0.02 * rank for step in range(38) for rank in range(2)]
+    arrivals, ticks, now_s = [0.0, 0.0, *seldom, *(20.0 + i / 1000 for i in range(20_000))], [], 0.0
+    run, feed = lab.run(steps=1), dashboard._feed
+    run.wait(10)
+    dashboard.close()  # ends its own thread
+    feed.tick()
+
+    def rest(seconds):
+        nonlocal now_s
+        now_s += seconds
+
+    def tick():
+        ticks.append(now_s)
+        before, feed._stage.cursor = feed._stage.cursor, bisect_right(arrivals, now_s)
+        return run.events.since(0)[0][:1] * (feed._stage.cursor - before)
+
+    feed.tick, run.events.wait = tick, lambda n, s: rest(max(0.0, min(s, arrivals[n - 1] - now_s)))
+    dashboard._halt = SimpleNamespace(wait=rest, is_set=lambda: now_s > 30 or len(ticks) > 1000)
+    dashboard._tick_until_closed()
+    gaps = [(at, after - at) for at, after in pairwise(ticks)]
+    assert all(gap > STEP_TICK_S - 1e-6 for _, gap in gaps)
+    assert all(gap == pytest.approx(TICK_S) for at, gap in gaps if at < 9.5 or at > 20.2)
+    late = sorted(next(at for at in ticks if at >= last) - last for last in seldom[1::2])
+    assert late[-1] <= STEP_TICK_S and late[30] < 1e-6, "most are drawn as the last rank reports them"
 
 
 def test_the_real_lab_has_what_the_dashboard_uses():
