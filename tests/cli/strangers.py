@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 STEPS, VOCABULARY = 6, 64
-Told = Callable[[float], None]
+Told = Callable[[Any], None]
 
 
 class GPT(nn.Module):
@@ -367,7 +367,8 @@ class Late(float):
 
 def late(tell: Told) -> None:
     """FSDP2 with faults in turn, each for as many steps: [{what takes longer: the seconds of each rank}]. Checkpoints and
-    evaluations come with every fifth step. "gloo": no memory is shared."""
+    evaluations come with every fifth step. "gloo": no memory is shared. Tells of each step when the former one ended, when
+    it began to wait for its input, and when it came to the gather and to the reduction."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
@@ -379,38 +380,42 @@ def late(tell: Told) -> None:
     model, rows = nn.Sequential(*(Slow(64, 64) for _ in range(3))), Rows()
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    data = iter(DataLoader(rows, batch_size=1))
+    data, end_s, reduced_s = iter(DataLoader(rows, batch_size=1)), 0.0, [0.0]
+    model[0].register_full_backward_pre_hook(lambda *_: reduced_s.append(time.monotonic()))
     for i in range(steps * len(segments)):
         fault = {what: by_rank[dist.get_rank()] for what, by_rank in segments[i // steps].items()}
         if i % steps == 0:
             context.link = SimpleNamespace(reserve=lambda now_s, *_: now_s) if "link" in fault else None
             context.wait_link = partial(lambda seconds, _: time.sleep(seconds), fault.get("link", 0.0))
         rows.seconds = 0.003 + fault.get("input", 0.0)
+        begin_s = time.monotonic()
         x = next(data)
+        came_s = time.monotonic()
         if "evaluation" in fault and i % steps % 5 == 0:
             Slow.seconds = 5 * fault["evaluation"] / 3
             with torch.no_grad():
                 model(x)
         Slow.seconds = (0.04 + fault.get("compute", 0.0)) / 3
-        (loss := model(x).square().mean()).backward()
+        model(x).square().mean().backward()
         time.sleep(fault.get("host", 0.0))
         optimizer.step()
         optimizer.zero_grad()
+        tell((end_s, begin_s, came_s, reduced_s[-1]))
+        end_s = time.monotonic()
         if fault.get("checkpoint") and i % steps % 5 == 0:
             torch.save(Late(5 * fault["checkpoint"]), os.devnull)
-        tell(loss.item())
     dist.destroy_process_group()
 
 
 @contextlib.contextmanager
 def account(path: str) -> Iterator[Told]:
-    losses: list[float] = []
+    told: list[Any] = []
     try:
-        yield losses.append
+        yield told.append
     finally:
         rank = os.environ.get("RANK", "0")
         with open(f"{path}-{rank}", "w") as file:
-            json.dump(losses, file)
+            json.dump(told, file)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, median_high
 from typing import Any
 
 import pytest
@@ -30,23 +30,29 @@ FAULTS: tuple[Fault, ...] = (
     {"input": {ALL: 22}, "compute": {2: 30}}, {"input": {0: 36}, "host": {2: 18}},
     {"checkpoint": {0: 30}, "link": {ALL: 8}}, {"input": {1: 12}, "compute": {1: 24}},
 )  # fmt: skip
+Came = list[tuple[float, Any, bool]]  # of steps: seconds, what the ranks told, whether it says who is late
 
 
-def truth(fault: Fault, step_s: float) -> dict[int, tuple[str, float, float]]:
-    """Rank -> in what it takes longer, the share of the time in which others wait for it, and what is gained without it.
-    They wait after a forward for computing, and before it for the rest: for the longest alone."""
+def truth(fault: Fault, came: Came) -> dict[int, tuple[str, float, float]]:
+    """Rank -> in what it takes longer, the share of the time in which others wait for it, and what is gained without it, by
+    when each came to the gather and the reduction. The share is no more than by what it comes later than the median of the
+    others where it has its fault: after computing to the reduction, after the rest to the next gather."""
     found: dict[int, tuple[str, float, float]] = {}
-    for what in ({"compute", "evaluation"}, {"input", "checkpoint", "host"}):
-        late = [(ms, rank, part) for part in what & set(fault) for rank, ms in fault[part].items() if rank != ALL]
-        if late:
-            (ms, rank, part), *others = sorted(late, reverse=True)
-            before, share, gain = found.get(rank, ("", 0.0, 0.0))
-            own, following = ms / 1e3 / step_s, max((other[0] / 1e3 / step_s for other in others), default=0.0)
-            found[rank] = before if share > own else part, share + own, gain + own - following
+    for rank in {rank for by_rank in fault.values() for rank in by_rank} - {ALL}:
+        own = {part: by_rank[rank] for part, by_rank in fault.items() if rank in by_rank}
+        waits = {other: 0.0 for other in range(RANKS) if other != rank}
+        for at in ([told[meeting] for told in step] for _, step, tells in came if tells for meeting in (2, 3)):
+            for other in waits if at[rank] == max(at) else ():
+                waits[other] += (at[rank] - at[other]) / sum(step_s for step_s, _, tells in came if tells)
+        meetings = {3 if part in ("compute", "evaluation") else 2 for part in own}
+        later_s = [step[rank][m] - median(step[other][m] for other in waits) for _, step, _ in came for m in meetings]
+        typical = median_high(waits.values())
+        share = min(typical, sum(later_s) / sum(step_s for step_s, _, _ in came))
+        found[rank] = max(own, key=lambda part: own[part]), share, max(0.0, share - typical + min(waits.values()))
     return found
 
 
-def blamed(faults: Sequence[Fault], count: int, wire: str, folder: Path) -> list[Blame]:
+def blamed(faults: Sequence[Fault], count: int, wire: str, folder: Path) -> list[tuple[Blame, Came]]:
     """Of each fault, which has so many steps, of which the first two are left out."""
     by_rank = [{w: [ms.get(r, ms.get(ALL, 0)) / 1e3 for r in range(RANKS)] for w, ms in f.items()} for f in faults]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--standalone"]
@@ -54,37 +60,41 @@ def blamed(faults: Sequence[Fault], count: int, wire: str, folder: Path) -> list
     ended = watched(command, folder / "history", "--no-ledger", "--no-audit")
     assert ended.returncode == 0, ended.stderr[-3000:]
     steps = stored(folder / "history").events.steps()
-    each = [steps[i * count + 2 : (i + 1) * count] for i in range(len(faults))]
-    found = [Blame.of(own) for own in each]
-    for blame, own in zip(found, each, strict=True):
+    told = list(zip(*(json.loads((folder / f"account-{rank}").read_text()) for rank in range(RANKS)), strict=True))
+    found = []
+    for begin in range(2, count * len(faults), count):
+        own = steps[begin : begin + count - 2]
+        tells = (wire != "gloo" or bool(step.events[0].spans) for step in own)
+        came = [(s.step_time_s, told[s.number], says) for s, says in zip(own, tells, strict=True)]
+        found.append((blame := Blame.of(own), came))
         for rank, parts in blame.seconds.items():
             assert sum(parts.values()) == pytest.approx(fmean(s.events[rank].step_time_s for s in own), rel=0.01)
     return found
 
 
-def check(faults: Sequence[Fault], found: Sequence[Blame], most: float) -> None:
-    """most: by which gains may differ, and shares by eight points. One of ten may be wrong: other work of the machine, such
-    as two more test processes on two cores, makes ranks late, too."""
+def check(faults: Sequence[Fault], found: Sequence[tuple[Blame, Came]], most: float) -> None:
+    """most: by which shares may differ, and gains by five points more. One of twenty may be wrong: other work of the machine
+    makes other ranks late, too."""
     says = []
-    for fault, blame in zip(faults, found, strict=True):
-        step_s = fmean(sum(parts.values()) for parts in blame.seconds.values())
-        known, told = truth(fault, step_s), {c.rank: (c.part.value, c.share, c.gain) for c in blame.culprits}
-        same = [{rank: one[0] for rank, one in which.items()} for which in (known, told)]
-        both = [(one, told[rank]) for rank, one in known.items() if rank in told]
-        off = [abs(one[1] - other[1]) > 0.08 or abs(one[2] - other[2]) > most for one, other in both]
-        for what in {"input", "checkpoint"} & {what for what, by_rank in fault.items() if ALL in by_rank}:
-            ms = fault[what][ALL] + 3 * (what == "input")
-            off.append(abs(blame.share(Part(what)) - ms / 1e3 / step_s) > 0.05)
-        says += [f"{fault}: {known} is told as\n{blame}"] if any(off) or same[0] != same[1] else []
-    assert len(says) <= len(faults) // 10, "\n".join(says)
+    for fault, (blame, came) in zip(faults, found, strict=True):
+        known, told = truth(fault, came), {c.rank: (c.part.value, c.share, c.gain) for c in blame.culprits}
+        off = [rank not in known or one[0] != known[rank][0] for rank, one in told.items()]
+        off += [max(known, key=lambda rank: known[rank][1]) not in told] if known else []
+        both = [(one, told.get(rank, ("", 0.0, 0.0))) for rank, one in known.items()]
+        off += [abs(a[1] - b[1]) > most or abs(a[2] - b[2]) > most + 0.05 for a, b in both]
+        for i, what in ((1, "input"), (0, "checkpoint")):
+            taken = fmean(at[i + 1] - at[i] for _, step, _ in came for at in step) / fmean(one[0] for one in came)
+            off.append(abs(blame.share(Part(what)) - taken) > 0.05)
+        says += [f"{fault}: {known} is told as\n{blame}"] if any(off) else []
+    assert len(says) <= len(faults) // 20, "\n".join(says)
 
 
 @pytest.mark.slow
 def test_each_fault_is_named_with_its_share_and_clean_runs_blame_nobody(tmp_path: Path) -> None:
     faults = [*FAULTS, *[{}] * CLEAN]
     found = blamed(faults, 27, "shared", tmp_path)
-    check(faults, found, 0.08)
-    link, clean = found[0], found[len(FAULTS) :]
+    check(faults, found, 0.05)
+    link, *clean = (blame for blame, _ in (found[0], *found[len(FAULTS) :]))
     took_s = [fmean(parts[Part.TRANSFER] for parts in blame.seconds.values()) for blame in (link, *clean)]
     step_s = fmean(sum(parts.values()) for parts in link.seconds.values())
     assert (took_s[0] - median(took_s[1:])) / step_s == pytest.approx(2 * 0.025 / step_s, abs=0.1)
@@ -93,7 +103,7 @@ def test_each_fault_is_named_with_its_share_and_clean_runs_blame_nobody(tmp_path
 
 @pytest.mark.slow
 def test_over_gloo_traced_steps_tell_who_is_late(tmp_path: Path) -> None:
-    check(GLOO, blamed(GLOO, 62, "gloo", tmp_path), 0.1)
+    check(GLOO, blamed(GLOO, 62, "gloo", tmp_path), 0.08)
 
 
 # -- simulated steps --------------------------------------------------------------------------------------------------
