@@ -33,11 +33,11 @@ FAULTS: tuple[Fault, ...] = (
 Came = list[tuple[float, Any, bool]]  # of steps: seconds, what the ranks told, whether it says who is late
 
 
-def truth(fault: Fault, came: Came) -> dict[int, tuple[str, float, float]]:
-    """Rank -> in what it takes longer, the share of the time in which others wait for it, and what is gained without it, by
-    when each came to the gather and the reduction. The share is no more than by what it comes later than the median of the
-    others where it has its fault: after computing to the reduction, after the rest to the next gather."""
-    found: dict[int, tuple[str, float, float]] = {}
+def truth(fault: Fault, came: Came) -> dict[int, tuple[str, list[float], list[float]]]:
+    """Rank -> in what it takes longer, and bounds of the share of the time in which others wait for it, and of the gain
+    without it, by when each came to the gather and the reduction. The lower bound is by what it comes later than the median
+    of the others where it has its fault: after computing to the reduction, after the rest to the next gather."""
+    found: dict[int, tuple[str, list[float], list[float]]] = {}
     for rank in {rank for by_rank in fault.values() for rank in by_rank} - {ALL}:
         own = {part: by_rank[rank] for part, by_rank in fault.items() if rank in by_rank}
         waits = {other: 0.0 for other in range(RANKS) if other != rank}
@@ -46,9 +46,9 @@ def truth(fault: Fault, came: Came) -> dict[int, tuple[str, float, float]]:
                 waits[other] += (at[rank] - at[other]) / sum(step_s for step_s, _, tells in came if tells)
         meetings = {3 if part in ("compute", "evaluation") else 2 for part in own}
         later_s = [step[rank][m] - median(step[other][m] for other in waits) for _, step, _ in came for m in meetings]
-        typical = median_high(waits.values())
-        share = min(typical, sum(later_s) / sum(step_s for step_s, _, _ in came))
-        found[rank] = max(own, key=lambda part: own[part]), share, max(0.0, share - typical + min(waits.values()))
+        share, gain = median_high(waits.values()), min(waits.values())
+        least = min(share, sum(later_s) / sum(step_s for step_s, _, _ in came))
+        found[rank] = max(own, key=lambda part: own[part]), [least, share], [max(0.0, least - share + gain), gain]
     return found
 
 
@@ -80,8 +80,9 @@ def check(faults: Sequence[Fault], found: Sequence[tuple[Blame, Came]], most: fl
         known, told = truth(fault, came), {c.rank: (c.part.value, c.share, c.gain) for c in blame.culprits}
         off = [rank not in known or one[0] != known[rank][0] for rank, one in told.items()]
         off += [max(known, key=lambda rank: known[rank][1]) not in told] if known else []
-        both = [(one, told.get(rank, ("", 0.0, 0.0))) for rank, one in known.items()]
-        off += [abs(a[1] - b[1]) > most or abs(a[2] - b[2]) > most + 0.05 for a, b in both]
+        for rank, (_, *between) in known.items():
+            values = zip(between, told.get(rank, ("", 0.0, 0.0))[1:], (most, most + 0.05), strict=True)
+            off += [not low - may <= value <= high + may for (low, high), value, may in values]
         for i, what in ((1, "input"), (0, "checkpoint")):
             taken = fmean(at[i + 1] - at[i] for _, step, _ in came for at in step) / fmean(one[0] for one in came)
             off.append(abs(blame.share(Part(what)) - taken) > 0.05)
