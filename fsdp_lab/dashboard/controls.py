@@ -33,6 +33,9 @@ HELD = "The ranks hold what was trained up to step {step:,}."
 IDLE = "Press Start to train."
 RESTARTS = "With another {field} training begins at step 0, with the next start: press Stop, and Start over."
 CLOSED = "The lab is closed. Make another one and run this cell again."
+# Tooltips: live.js presses the button whose tooltip ends with a key, as of Next in slow motion.
+PAUSES, RESUMES = "Pause after the steps in progress. Key: space", "Go on with the run. Key: space"
+CONTINUES = "Train on from the step that the ranks hold"
 FRESH_STEPS = 20  # after which an applied choice is no longer marked as new
 
 
@@ -69,7 +72,7 @@ class Controls(InputForm):
         self._too_large: Spec | None = None  # what Start refused
         self._complaint = ""
         self._start = self.button("Start", "play", "Start training at step 0", self.start)
-        self._pause = self.button("Pause", "pause", "Pause after the steps in progress", self.pause)
+        self._pause = self.button("Pause", "pause", PAUSES, self.pause)
         self._stop = self.button("Stop", "stop", "End the run and keep the ranks", self.stop)
         self._undo = self.button("Undo", "undo", "Take the last change back", self.undo)
         slower = "Profile memory in the next step (slower)"
@@ -289,6 +292,7 @@ class Controls(InputForm):
         put(self._start, "button_style", "primary" if held is None else "")
         put(self._pause, "disabled", sweeping or watching or (not active and held is None) or stopping or broken)
         put(self._pause, "description", "Resume" if paused else "Pause" if held is None else "Continue")
+        put(self._pause, "tooltip", RESUMES if paused else PAUSES if held is None else CONTINUES)
         put(self._pause, "icon", "pause" if held is None and not paused else "play")
         put(self._pause, "button_style", "" if held is None else "primary")
         put(self._stop, "disabled", not sweeping and (not active or stopping))

@@ -354,6 +354,10 @@ class Tabs {
     this.cards = cards;
     this.shown = root;
     root.onclick = (event) => event.target.classList.contains("fsdp-copy") && copyBeside(event.target);
+    root.onkeydown = pressByKey;
+    root.tabIndex = 0;
+    root.setAttribute("role", "group");
+    root.ariaLabel = "Dashboard";
     this.root = element("div", "fsdp-tabs");
     this.root.dataset.lmSuppressShortcuts = "true"; // arrows are not for the notebook
     this.list = element("div", "fsdp-tablist");
@@ -413,6 +417,20 @@ class Tabs {
     button.addEventListener("click", press);
     this.root.append(button);
   }
+}
+
+/** Presses the button whose tooltip ends with this key, if it is in sight and nothing that takes keys has the focus. The
+    notebook has no shortcut of these keys, and its others go on to it. */
+function pressByKey(event) {
+  const key = { " ": "space", n: "n" }[event.key];
+  const modified = event.repeat || event.ctrlKey || event.altKey || event.metaKey || event.shiftKey;
+  if (!key || modified || event.composedPath()[0].closest("button, input, select, textarea, summary, a, [contenteditable]")) return;
+  const buttons = [...this.querySelectorAll(`button[title$="Key: ${key}"]`)];
+  const button = buttons.find((one) => !one.disabled && one.offsetParent);
+  if (!button) return;
+  event.preventDefault(); // the space would scroll the page
+  event.stopPropagation();
+  button.click();
 }
 
 /** JupyterLab shows a cell's output in a tab of its own; the one door to that for a widget is the cell's context menu. */

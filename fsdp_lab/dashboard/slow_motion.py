@@ -26,6 +26,8 @@ which ranges of which parameters every rank holds at each of these phases. It is
 before each phase until you let them go on.</p>
 <p>Press <b>Next</b> for the first phase, or <b>Play</b>. A run that is going is stopped for it and keeps its parameters.
 The backend must be <b>lab</b>, our own engine. In a cell: <code>for moment in lab.slow_motion(): ...</code></p>"""
+# Tooltips of Next; live.js presses the button whose tooltip ends with a key.
+ADVANCES, STOPS_RUN = "Advance all ranks to the next phase. Key: n", "Stop the run, which keeps its parameters, and begin a step"
 RUN_STOPPED = "The run was stopped for this and keeps its parameters: Continue, in the bar, goes on with them."
 
 
@@ -51,7 +53,7 @@ class SlowMotionBox(InputForm):
         self._phases: dict[str, int] = {}  # of a step, by the id of a Spec that has been gone through
         self._live = LiveView()
         head = styled(widgets.HTML("<h4>Slow motion</h4>"), "fsdp-slow-head")
-        self._next = self.button("Next", "step-forward", "Advance all ranks to the next phase", self.next)
+        self._next = self.button("Next", "step-forward", ADVANCES, self.next)
         self._play = self.button("Play", "play", "Advance at this speed", self.play)
         self._stop = self.button("Stop", "stop", "Finish the step", self.stop)
         self._next.button_style = "primary"
@@ -167,6 +169,7 @@ class SlowMotionBox(InputForm):
         word = "halted" if halted else "failed" if self._failed else "ready"
         word = "working" if self._busy else "playing" if playing else word
         text = ended(slow) if slow is not None and over and not self._failed else self._text
+        put(self._next, "tooltip", ADVANCES if active_run(self._lab) is None else STOPS_RUN)
         put(self._play, "description", "Pause" if playing else "Play")
         put(self._play, "icon", "pause" if playing else "play")
         put(self._stop, "disabled", not halted)

@@ -41,8 +41,18 @@ def test_start_toggle_refuse_stop_look_and_scroll(opened):
 
     opened.button("Pause").click()
     opened.wait_state("paused")
-    opened.button("Resume").click()
+    opened.page.locator(".fsdp-card-memory h3").click()  # the dashboard has the focus, and takes its keys
+    opened.page.keyboard.press("Space")
     opened.wait_state("running")
+    opened.page.keyboard.press("Control+Space")
+    opened.tab("runs")
+    name = opened.page.get_by_label("name", exact=True)
+    name.press_sequentially("n o")
+    assert name.input_value() == "n o"
+    opened.page.locator(".jp-Notebook .jp-InputPrompt").first.click()
+    opened.page.keyboard.press("Space")  # for the notebook
+    opened.wait_steps_more(2)
+    assert opened.state() == "running"
     last = opened.stop()
     opened.tab("loss")
     opened.wait_steps_drawn(last)

@@ -48,7 +48,8 @@ def test_next_play_and_stop(show):
     desk.wait_reading("slow", "forward · unshard root: all-gather of 180,480 parameters in fp32")
     desk.wait_painted()
     assert not empty.count() and desk.rows("slow.light") == 0
-    desk.press("Next")
+    desk.page.locator(".fsdp-slow .fsdp-plot").click()
+    desk.page.keyboard.press("n")
     desk.wait_reading("slow", "forward · compute root")
     desk.wait_rows("slow.light", 2 * 4)
     names = desk.page.evaluate(f"() => [...{model('slow.ranks')}.major_label_overrides.values()]")
