@@ -26,8 +26,8 @@ which ranges of which parameters every rank holds at each of these phases. It is
 before each phase until you let them go on.</p>
 <p>Press <b>Next</b> for the first phase, or <b>Play</b>. A run that is going is stopped for it and keeps its parameters.
 The backend must be <b>lab</b>, our own engine. In a cell: <code>for moment in lab.slow_motion(): ...</code></p>"""
-# Tooltips of Next; live.js presses the button whose tooltip ends with a key.
-ADVANCES, STOPS_RUN = "Advance all ranks to the next phase. Key: n", "Stop the run, which keeps its parameters, and begin a step"
+ADVANCES, STOPS_RUN = "Advance all ranks to the next phase. Key: n", "Stop the run, and begin a step from there"
+LOOKING_BACK = "The ranks do not move backwards: they are still at phase {newest}, and Next goes on from there."
 RUN_STOPPED = "The run was stopped for this and keeps its parameters: Continue, in the bar, goes on with them."
 
 
@@ -50,18 +50,21 @@ class SlowMotionBox(InputForm):
         self._slow: SlowMotion | None = None  # the one that our buttons move
         self._panel: HoldingsPanel | None = None
         self._drawn: StepMoment | None = None
+        self._looked: StepMoment | None = None  # the earlier one that is looked at; None: the newest
         self._phases: dict[str, int] = {}  # of a step, by the id of a Spec that has been gone through
         self._live = LiveView()
         head = styled(widgets.HTML("<h4>Slow motion</h4>"), "fsdp-slow-head")
         self._next = self.button("Next", "step-forward", ADVANCES, self.next)
         self._play = self.button("Play", "play", "Advance at this speed", self.play)
         self._stop = self.button("Stop", "stop", "Finish the step", self.stop)
+        self._back = self.button("Back", "chevron-left", "Look one phase back: no rank moves", lambda: self._look(-1))
+        self._forward = self.button("Forward", "chevron-right", "Look one phase further", lambda: self._look(1))
         self._next.button_style = "primary"
         speeds = [(f"{s:g} phase{'s' * (s > 1)} a second", s) for s in SPEEDS_PER_S]
         self._speed = widgets.Dropdown(options=speeds, value=1.0, tooltip="Speed of Play")
         self.message = styled(widgets.HTML(), "fsdp-state-line")
         self.inputs += [styled(self._speed, "fsdp-slow-speed"), self._live]
-        bar = [head, self._next, self._play, self._speed, self._stop, self.message]
+        bar = [head, self._next, self._play, self._speed, self._stop, self._back, self._forward, self.message]
         self._empty = styled(widgets.HTML(EMPTY), "fsdp-slow-empty")
         self.widget = styled(widgets.VBox([styled(widgets.Box(bar), "fsdp-bar"), self._empty]), "fsdp-slow")
         self._show()
@@ -73,13 +76,15 @@ class SlowMotionBox(InputForm):
         return [self.widget, self._empty, self._live]
 
     def next(self) -> None:
-        """Advances one phase, and ends playing."""
+        """Advances one phase, and ends playing and looking back."""
+        self._looked = None
         self._paused.set()
         self._jobs.put((self._turn, self._advance))
 
     def play(self) -> None:
         """Advances phase after phase until the step is over, or pauses that."""
         if self._paused.is_set():
+            self._looked = None
             self._paused.clear()
             self._jobs.put((self._turn, self._go_on))
         else:
@@ -93,6 +98,21 @@ class SlowMotionBox(InputForm):
         if (slow := self._current()) is not None and not slow.closed:
             self._busy = "The step runs to its end."
             self.ask_lab(lambda: self._do(slow.close))
+
+    def _look(self, by: int) -> None:
+        """Looks at an earlier phase of this step, or at a later one up to the newest; pauses playing."""
+        if not self._paused.is_set():
+            self.play()
+        past = self._past()
+        at = past.index(self._looked or past[-1]) + by
+        self._looked = past[max(0, at)] if at < len(past) - 1 else None
+
+    def _past(self) -> tuple[StepMoment, ...]:
+        """The phases of this step so far; what is looked at is one of them."""
+        past = tuple(slow.past) if (slow := self._current()) is not None else ()
+        if self._looked not in past:
+            self._looked = None
+        return past
 
     def _work(self) -> None:
         for turn, job in iter(self._jobs.get, None):
@@ -130,12 +150,11 @@ class SlowMotionBox(InputForm):
 
     def tick(self) -> None:
         """Draws what is new. Never waits for a rank."""
-        slow = self._current()
-        moment = slow.moment if slow is not None else None
-        if moment is not None and moment is not self._drawn:
+        slow, past = self._current(), self._past()
+        if past and (moment := self._looked or past[-1]) is not self._drawn:
             self._draw(moment)
-        if slow is not None and moment is not None and slow.reason == "the step is over":
-            self._phases[moment.spec.id] = moment.index + 1
+        if slow is not None and past and slow.reason == "the step is over":
+            self._phases[slow.spec.id] = past[-1].index + 1
         self._live.flush()
         self._show()
 
@@ -155,24 +174,28 @@ class SlowMotionBox(InputForm):
             self.widget.children = [self.widget.children[0], self._live]
 
     def _headline(self) -> str:
-        m, slow = self._drawn, self._current()
+        m, slow, past = self._drawn, self._current(), self._past()
         if m is None:
             return ""
         of = f", the last is {last - 1:,}" if (last := self._phases.get(m.spec.id)) else ""
         when = "the step has ended since" if slow is not None and slow.closed else "about to happen"
+        when = f"looking back from phase {past[-1].index:,}" if m is self._looked else when
         return f"step {m.step:,} · phase {m.index:,}{of} · {when} · {len(m.frames)} ranks"
 
     def _show(self) -> None:
-        slow, playing = self._current(), not self._paused.is_set()
+        slow, past, playing = self._current(), self._past(), not self._paused.is_set()
         over = slow is not None and slow.closed
         halted = slow is not None and slow.moment is not None and not over
         word = "halted" if halted else "failed" if self._failed else "ready"
         word = "working" if self._busy else "playing" if playing else word
         text = ended(slow) if slow is not None and over and not self._failed else self._text
+        text = LOOKING_BACK.format(newest=past[-1].index) if self._looked is not None and halted else text
         put(self._next, "tooltip", ADVANCES if active_run(self._lab) is None else STOPS_RUN)
         put(self._play, "description", "Pause" if playing else "Play")
         put(self._play, "icon", "pause" if playing else "play")
         put(self._stop, "disabled", not halted)
+        put(self._back, "disabled", not past or (self._looked or past[-1]) is past[0])
+        put(self._forward, "disabled", self._looked is None)
         badge = f'<span class="fsdp-slow-state fsdp-slow-{word}" role="status">{word}</span>'
         put(self.message, "value", f"{badge} <span>{prose(self._busy or text)}</span>")
 

@@ -13,6 +13,7 @@ and a step in slow motion end each other before they begin. So all ranks still g
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -27,6 +28,7 @@ from fsdp_lab.spec.spec import Spec
 
 END_S = 15.0  # for the step to finish; then it is interrupted, and the parameters stay as they were before it
 POLL_S = 0.05
+MOST_KEPT = 100_000  # parameters of all ranks in the moments that are kept: about 40 MB
 MASTER_BYTES = 4  # per element of a shard, which is fp32 in any precision
 
 # Shares of the axis: the least width of a parameter, and all of these together.
@@ -293,7 +295,8 @@ class SlowMotion(Iterator[StepMoment]):
     Raises, from `next`: the errors of a run, such as RankError, RankLost, or the SpecError of a refused Spec.
 
     Attributes:
-        moment: the last one; None before the first. events: one per rank, when the step is over; times include the halts.
+        moment: the last one; None before the first. past: the moments of this step up to that one, or the newest of a large
+        model. events: one per rank, when the step is over; times include the halts.
         closed, reason: whether there will be no further moment, and why. ready: whether the Spec is applied on the ranks.
     """
 
@@ -301,6 +304,7 @@ class SlowMotion(Iterator[StepMoment]):
         """`prepare(spec)`: called before anything is sent; makes the ranks ready and ends what else is running on them."""
         self.spec = spec
         self.moment: StepMoment | None = None
+        self.past: deque[StepMoment] = deque()
         self.events: tuple[StepEvent, ...] = ()
         self.closed = self.ready = False
         self.reason = ""
@@ -380,6 +384,9 @@ class SlowMotion(Iterator[StepMoment]):
             return None
         frames = sorted((PhaseSnapshot.from_dict(r["frame"]) for r in results), key=lambda f: f.rank)
         self.moment = StepMoment(tuple(frames), self.spec)
+        if not self.past:
+            self.past = deque(maxlen=max(1, MOST_KEPT // max(1, sum(len(f.parameters) for f in frames))))
+        self.past.append(self.moment)
         return self.moment
 
     def _results(self, what: str, **arguments: Any) -> list[Any]:

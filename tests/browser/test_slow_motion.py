@@ -55,6 +55,9 @@ def test_next_play_and_stop(show):
     names = desk.page.evaluate(f"() => [...{model('slow.ranks')}.major_label_overrides.values()]")
     assert names == ["0: 577,024, 2.55 MiB", "1: 577,024, 2.55 MiB"]
 
+    desk.press("Back")
+    desk.wait_rows("slow.light", 0)
+    desk.wait_said("The ranks do not move backwards: they are still at phase 1")
     desk.page.locator(".fsdp-slow-speed select").select_option("0.5 phase a second")  # a busy page must reach Pause
     desk.press("Play")
     desk.wait_said("playing")

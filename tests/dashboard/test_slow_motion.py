@@ -60,6 +60,22 @@ def test_presses_are_counted_while_the_ranks_work(desk):
     desk.until(lambda: desk.index == 2)
 
 
+def test_earlier_phases_of_a_step_are_looked_at_again_and_next_goes_on_from_the_newest(desk):
+    desk.begin()
+    for _ in range(3):
+        next(desk.lab.slow)
+    for name, index in (("back", 2), ("back", 1), ("forward", 2), ("back", 1)):
+        desk.press(name)
+        assert desk.index == index and "· looking back from phase 3 ·" in desk.box._headline()
+    assert "The ranks do not move backwards: they are still at phase 3" in desk.said and desk.lab.slow.moment.index == 3
+    desk.press("play")
+    desk.until(lambda: desk.index == 4)
+    desk.press("back")
+    assert desk.index == 3 and desk.box._paused.is_set()
+    desk.press("next")
+    desk.until(lambda: desk.index == 5 and desk.box._forward.disabled)
+
+
 def test_play_ends_with_the_step_of_which_the_loss_is_said_and_next_begins_another(desk):
     desk.begin()
     while desk.lab.slow.moment.phase != "optim":
@@ -68,8 +84,9 @@ def test_play_ends_with_the_step_of_which_the_loss_is_said_and_next_begins_anoth
     desk.until(lambda: desk.box._paused.is_set())
     assert "Step 0 is over, its loss was" in desk.said and desk.box._stop.disabled and not desk.ranks.under_way
     assert f"the last is {desk.index} · the step has ended since" in desk.box._headline()
+    desk.press("back")
     desk.press("next")
-    desk.until(lambda: desk.index == 0 and desk.box._drawn.step == 1)
+    desk.until(lambda: desk.index == 0 and desk.box._drawn.step == 1 and desk.box._back.disabled)
 
 
 def test_presses_that_wait_end_with_the_step(desk):
