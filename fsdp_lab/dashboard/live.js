@@ -460,13 +460,14 @@ async function openOwnTab(root) {
 
 /** Copies the code beside a button of a form. A page without a secure origin has no clipboard but its selection. */
 function copyBeside(button) {
-  const code = button.parentElement.querySelector("code");
+  const code = button.nextElementSibling;
+  const words = (button.dataset.words ??= button.textContent);
   const range = document.createRange();
   range.selectNodeContents(code);
   getSelection().removeAllRanges();
   getSelection().addRange(range);
   if (document.execCommand("copy")) button.textContent = "Copied";
-  setTimeout(() => (button.textContent = "Copy as code"), COPIED_MS);
+  setTimeout(() => (button.textContent = words), COPIED_MS);
 }
 
 /** Which step a card shows: one before, one after, a number, held or not. `ask(step, by)` tells the kernel. */

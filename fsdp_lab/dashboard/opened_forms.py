@@ -192,8 +192,8 @@ def _progress(sweep: Sweep) -> str:
 
 
 class RunsForm(InputForm):
-    """The run's name and note, its settings as code, a report of what is compared, and the stored runs of other days, which
-    it brings into the comparison."""
+    """The run's name and note, its settings as code and as a command, a report of what is compared, and the stored runs of
+    other days, which it brings into the comparison."""
 
     css = "fsdp-sweep"
 
@@ -201,6 +201,7 @@ class RunsForm(InputForm):
         super().__init__()
         self._lab, self._wanted, self._board = lab, wanted, board
         self._run: Run | WatchedRun | None = None
+        self._coded: Spec | None = None
         self._stored: Mapping[str, RunView] = {}
         about = "Names this run in lists, comparisons and reports"
         self._name = self._text("name", "baseline", about, RunQueries.rename)
@@ -257,10 +258,17 @@ class RunsForm(InputForm):
         for text in (self._name, self._note):
             put(text, "disabled", run is None)
         put(self._compare, "disabled", not self._stored)
-        changes = Spec().difference(self._wanted())
-        given = ", ".join(f"{name}={new!r}" for name, (_, new) in changes.items())
-        copy = '<button type="button" class="fsdp-copy" title="Copy the settings as code">Copy as code</button>'
-        put(self._code, "value", f"{copy}<code>{escape(f'lab.run({given})')}</code>")
+        if (spec := self._wanted()) is self._coded:
+            return
+        self._coded = spec
+        given = ", ".join(f"{name}={new!r}" for name, (_, new) in Spec().difference(spec).items())
+        flags, unsaid = describe.command(spec)
+        without = f" without {', '.join(map(field_title, unsaid))}, which no option says" if unsaid else ""
+        lines = []
+        for what, code, more in (("code", f"lab.run({given})", ""), ("command", flags, without)):
+            copy = f'<button type="button" class="fsdp-copy" title="Copy the settings as {what}">Copy as {what}'
+            lines.append(f"<div>{copy}</button><code>{escape(code)}</code>{escape(more)}</div>")
+        put(self._code, "value", "".join(lines))
 
 
 def _stored_line(run: StoredRun) -> str:

@@ -4,6 +4,7 @@ both as text for tables, labels and messages: fields, what differs between Specs
 import dataclasses
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -118,6 +119,21 @@ def written(name: str, value: Any) -> str:
     if value is None:
         return AUTO if row_of(name).none == AUTO else "none"
     return value if isinstance(value, str) else json.dumps(dict(value) if isinstance(value, Mapping) else value)
+
+
+def command(spec: Spec) -> tuple[str, list[str]]:
+    """The `fsdp-lab run` of a Spec, with its model and each field that is not at its default; and the fields that no option
+    says: devices, code, configs, texts with commas."""
+    words, unsaid = ["fsdp-lab run"], list[str]()
+    for name, (_, value) in {"model": (None, spec.flat()["model"]), **Spec().difference(spec)}.items():
+        row, text = row_of(name), written(name, value)
+        is_read = row.json or name == "link" or ("," not in text and row.read(text) == value)
+        option = "ranks" if name == "world_size" else name.replace("_", "-")
+        if name == "devices" or not is_read:
+            unsaid.append(name)
+        else:
+            words.append(f"--{option} {shlex.quote(text)}")
+    return " ".join(words), unsaid
 
 
 def describe_field(name: str, value: Any) -> str:

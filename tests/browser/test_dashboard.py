@@ -44,11 +44,12 @@ def test_start_toggle_refuse_stop_look_and_scroll(opened):
     opened.page.locator(".fsdp-card-memory h3").click()  # the dashboard has the focus, and takes its keys
     opened.page.keyboard.press("Space")
     opened.wait_state("running")
-    opened.page.keyboard.press("Control+Space")
     opened.tab("runs")
     name = opened.page.get_by_label("name", exact=True)
     name.press_sequentially("n o")
-    assert name.input_value() == "n o"
+    opened.page.get_by_role("button", name="Copy as command").click()
+    copied = opened.page.evaluate("() => getSelection().toString()")
+    assert name.input_value() == "n o" and copied.startswith("fsdp-lab run --model gpt2-1m --backend ddp")
     opened.page.locator(".jp-Notebook .jp-InputPrompt").first.click()
     opened.page.keyboard.press("Space")  # for the notebook
     opened.wait_steps_more(2)

@@ -1,14 +1,18 @@
 """Specs of any values: each is refused with a field, a reason and a way out before anything starts, or it trains."""
 
+import argparse
 import dataclasses
 import math
 import random
+import shlex
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from fsdp_lab.base.errors import SpecError
+from fsdp_lab.cli import run
+from fsdp_lab.spec.describe import command
 from fsdp_lab.spec.spec import Spec, Strategy
 from fsdp_lab.spec.workload import Workload
 from tests.pool import Place, Pool
@@ -24,7 +28,8 @@ JUNK: list[Any] = [None, "", "none", "every:0", "every:2", "min_params:x", "clas
 @settings(max_examples=10)
 @given(st.randoms(use_true_random=False))
 def test_every_spec_is_refused_with_a_reason_or_is_whole(chance: random.Random) -> None:
-    """A hundred Specs at a time."""
+    """A hundred Specs at a time; and what the command line says of each is read back."""
+    run.add_arguments(parser := argparse.ArgumentParser())
     for _ in range(100):
         fields = {n: chance.choice(JUNK + GOOD.get(n, []) * 4) for n in chance.sample(NAMES, chance.randrange(7))}
         try:
@@ -34,6 +39,10 @@ def test_every_spec_is_refused_with_a_reason_or_is_whole(chance: random.Random) 
             continue
         assert Spec.from_json(spec.to_json()) == spec and spec.replace() == spec, fields
         assert Spec.from_json(spec.to_json()).id == spec.id and not spec.difference(spec.replace())
+        text, unsaid = command(spec)
+        args = parser.parse_args(["--seed=0", *shlex.split(text)[2:]])  # one at least
+        assert {*run.spec_and_checkpoint(args)[0].difference(spec)} == {*unsaid}, text
+        assert all(fields.get(n) not in GOOD.get(n, []) for n in unsaid), unsaid
         assert spec.global_batch >= 1 and spec.world_size % spec.shard_factor == 0
 
 
