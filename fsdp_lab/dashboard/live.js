@@ -590,14 +590,24 @@ function smoothed(steps, values, length, changes) {
   });
 }
 
-// -- pictures and tables to keep --------------------------------------------------------------------------------------
+// -- pictures and tables to keep, also of reports ----------------------------------------------------------------------
 
 function save(blob, name) {
-  const link = element("a");
+  const link = document.createElement("a");
   link.href = URL.createObjectURL(blob);
   link.download = name;
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+function smallButtons(className, buttons) {
+  const bar = document.createElement("span");
+  bar.className = className;
+  for (const [words, about, press] of buttons) {
+    const button = bar.appendChild(document.createElement("button"));
+    Object.assign(button, { type: "button", textContent: words, title: about, ariaLabel: about, onclick: press });
+  }
+  return bar;
 }
 
 /** A card as a picture: Bokeh's of its plots, below its title, reading and legend, on the theme's background. */
@@ -864,7 +874,6 @@ class View {
 
   /** The small buttons of a card with plots: nothing of them asks the kernel. */
   tools({ name, title, sources }, root) {
-    const bar = element("span", "fsdp-tools");
     const keys = () => [...this.words.get(name).legend.children].map((entry) => ({
       label: entry.textContent, fill: getComputedStyle(entry.firstChild).getPropertyValue("--fsdp-fill"),
     }));
@@ -878,20 +887,12 @@ class View {
       const wanted = [...sources, ...shared].map((source) => this.sources.sources.get(source)).filter(Boolean);
       save(new Blob([csvOf(wanted, [...this.figures.values()])], { type: "text/csv" }), `${name}.csv`);
     };
-    for (const [words, about, press] of [
+    return smallButtons("fsdp-tools", [
       ["↺", `Reset the zoom of all plots. ${HOW_TO_ZOOM}`, () => this.followAgain()],
       ["PNG", `Save ${title} as a PNG picture`, picture("png")],
       ["SVG", `Save ${title} as an SVG picture`, picture("svg")],
       ["CSV", `Save the rows of ${title} as CSV`, table],
-    ]) {
-      const button = element("button", "", words);
-      button.type = "button";
-      button.title = about;
-      button.setAttribute("aria-label", about);
-      button.addEventListener("click", press);
-      bar.append(button);
-    }
-    return bar;
+    ]);
   }
 
   /** A card of one step keeps its step while it is pointed at; then it shows what has come meanwhile. */

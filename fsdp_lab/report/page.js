@@ -12,11 +12,16 @@ function set(model, property, value) {
   model.setv({ [property]: typeof now === "object" && now !== null ? { value } : value });
 }
 
-function paint() {
+/** What pictures are painted in now. */
+function look() {
   const dark = prefersDark.matches && !onPaper.matches;
   const styleOf = (selector) => getComputedStyle(document.querySelector(selector));
   const tokens = { ...theme[dark ? "dark" : "light"], "ink.gap": styleOf(".card").backgroundColor };
-  const soft = styleOf(".soft").color, font = styleOf("body").fontFamily;
+  return { dark, tokens, soft: styleOf(".soft").color, text: styleOf(".card").color, font: styleOf("body").fontFamily };
+}
+
+function paint() {
+  const { dark, tokens, soft, font } = look();
   for (const model of window.Bokeh.documents.flatMap((d) => [...d.all_models])) {
     if ("major_label_text_color" in model) {
       model.setv({ major_label_text_color: soft, axis_label_text_color: soft, major_label_text_font: font, axis_label_text_font: font });
@@ -32,11 +37,61 @@ function paint() {
   document.documentElement.dataset.painted = dark ? "dark" : "light";
 }
 
+/** The small buttons of a picture. They make their files here, without the network. */
+function addTools(figure, views) {
+  const plot = figure.querySelector(".plot"), name = plot.id.slice("plot-".length);
+  const [title, reading] = ["h3", "header .soft"].map((selector) => figure.querySelector(selector)?.textContent ?? "");
+  const view = views.find(({ model }) => model.id === plots.roots[name]);
+  const keys = () => [...figure.querySelectorAll(".key")].map((key) => ({
+    label: key.textContent, fill: getComputedStyle(key.firstChild).getPropertyValue("--fill"),
+  }));
+  const picture = (type) => () => pictureOf(view, type, { title, reading, keys: keys() }, look());
+  const rows = () => {
+    const sources = view ? [...new Set(view.model.renderers.map((r) => r.data_source))] : [rowsOfBars(plot, `${title} ${reading}`.trim())];
+    return new Blob([csvOf(sources, view ? [view.model] : [])], { type: "text/csv" });
+  };
+  const kinds = view ? { PNG: picture("png"), SVG: picture("svg"), CSV: rows } : { PNG: () => pictureOfBars(figure), CSV: rows };
+  const saving = (kind, make) => async () => save(await make(), `${name}.${kind.toLowerCase()}`);
+  const buttons = Object.entries(kinds).map(([kind, make]) => [kind, `Save ${title} as ${kind}`, saving(kind, make)]);
+  figure.querySelector("header").append(smallButtons("tools", buttons));
+}
+
+/** The numbers of bars, as `csvOf` reads a source of Bokeh's. */
+function rowsOfBars(plot, name) {
+  const parts = [...plot.querySelectorAll("[data-value]")];
+  const run = parts.map((part) => part.closest(".track").previousElementSibling.textContent.replace(/\s+/g, " "));
+  const data = { run, part: parts.map(({ title }) => title), [plot.dataset.unit]: parts.map(({ dataset }) => Number(dataset.value)) };
+  return { name, data, get_length: () => parts.length };
+}
+
+/** Bars are elements of this page, and a picture of them is their figure, drawn in an SVG with the page's styles. */
+async function pictureOfBars(figure) {
+  const { width, height } = figure.getBoundingClientRect();
+  const { scrollWidth, clientWidth } = figure.querySelector(".plot");
+  const wide = width + scrollWidth - clientWidth;
+  const copy = figure.cloneNode(true);
+  copy.querySelector(".tools").remove();
+  copy.querySelector(".plot").style.overflow = "visible";
+  copy.style.cssText = `width: ${width}px; border: 0`;
+  const style = `<style><![CDATA[${document.querySelector("style").textContent}]]></style>`;
+  const inside = `<foreignObject width="100%" height="100%">${new XMLSerializer().serializeToString(copy)}</foreignObject>`;
+  const scheme = `color-scheme: ${look().dark ? "dark" : "light"}; background: var(--card)`;
+  const head = `<svg xmlns="http://www.w3.org/2000/svg" width="${wide}" height="${height}" style="${scheme}">`;
+  const image = new Image();
+  image.src = `data:image/svg+xml,${encodeURIComponent(`${head}${style}${inside}</svg>`)}`;
+  await image.decode();
+  const page = document.createElement("canvas");
+  [page.width, page.height] = [2 * wide, 2 * height];
+  page.getContext("2d").drawImage(image, 0, 0, page.width, page.height);
+  return new Promise((resolve) => page.toBlob(resolve));
+}
+
 async function draw() {
   const roots = Object.fromEntries(Object.entries(plots.roots).map(([name, id]) => [id, document.getElementById(`plot-${name}`)]));
   const item = { docid: "report", root_ids: Object.keys(roots), roots };
-  if (item.root_ids.length) await window.Bokeh.embed.embed_items({ report: plots.document }, [item]);
+  const [views = []] = item.root_ids.length ? await window.Bokeh.embed.embed_items({ report: plots.document }, [item]) : [];
   paint();
+  for (const figure of document.querySelectorAll("figure")) addTools(figure, [...views]);
   for (const media of [prefersDark, onPaper]) media.addEventListener("change", paint);
   document.documentElement.dataset.ready = "";
 }

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 from bokeh.document import Document
-from bokeh.models import BoxZoomTool, ColumnDataSource, HoverTool, Model, Range1d, ResetTool, SaveTool
+from bokeh.models import BoxZoomTool, ColumnDataSource, HoverTool, Model, Range1d, ResetTool
 from bokeh.models.ui import UIElement
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -24,7 +24,7 @@ from fsdp_lab.base.events import Role
 from fsdp_lab.base.files import check_file, write_whole
 from fsdp_lab.base.formatting import duration, size
 from fsdp_lab.dashboard import theme
-from fsdp_lab.dashboard.live import BOKEH_JS
+from fsdp_lab.dashboard.live import BOKEH_JS, LIVE_JS
 from fsdp_lab.dashboard.panels import draw
 from fsdp_lab.dashboard.panels.axis import FINE, SpanRange, StepAxis, ZeroRange
 from fsdp_lab.dashboard.panels.base import Key, Panel
@@ -98,6 +98,7 @@ def render(compared: Comparison, runs: Sequence[RunView | Refusal], recommended:
     records: dict[str, Any] = {"title": title, "written_unix_s": written_unix_s, "version": __version__}
     records |= {"baseline": compared.baseline, "records": compared.records(), "fastest": recommended.fastest}
     records |= {"smallest": recommended.smallest, "sentences": list(recommended.lines())}
+    saving = LIVE_JS.read_text(encoding="utf-8").split("// -- pictures and tables to keep")[1].split("// -- ")[0]
     return filled(
         "page.html.jinja",
         title=title,
@@ -113,7 +114,7 @@ def render(compared: Comparison, runs: Sequence[RunView | Refusal], recommended:
         when=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(written_unix_s)),
         version=__version__,
         css=(FOLDER / "page.css").read_text(encoding="utf-8"),
-        js=(FOLDER / "page.js").read_text(encoding="utf-8"),
+        js=f"//{saving}{(FOLDER / 'page.js').read_text(encoding='utf-8')}",
         bokeh_js=BOKEH_JS.read_text(encoding="utf-8"),
         # Id of a script element -> the value embedded in it as JSON.
         data={"fsdp-lab-records": records, "fsdp-lab-theme": theme.tokens(), "fsdp-lab-plots": plots},
@@ -263,12 +264,13 @@ def _curve(kind: Kind, courses: Sequence[Course], x_range: Range1d) -> Chart:
     fig.height = CURVE_PX
     fig.xaxis.axis_label = "optimizer step"
     fig.xgrid.visible = False
-    fig.add_tools(BoxZoomTool(), ResetTool(), SaveTool())  # visible while the pointer is over the figure
+    fig.add_tools(BoxZoomTool(), ResetTool())  # visible while the pointer is over the figure
     fig.toolbar_location, fig.toolbar_inner = "above", True
     fig.toolbar.autohide, fig.toolbar.logo = True, None
     lines = []
     for c, (xs, ys, _) in sorted(zip(courses, series, strict=True), key=lambda drawn: not drawn[0].band):
-        source, named = ColumnDataSource({"step": xs, "value": ys}), f"{c.row.label} {c.row.name}"
+        named = f"{c.row.label} {c.row.name}"
+        source = ColumnDataSource({"step": xs, "value": ys}, name=named)
         look: dict[str, Any] = {"line_width": 2, "line_dash": DASHES[c.dash]}
         if c.band:
             look = {"line_width": 6, "line_alpha": 0.55}
@@ -276,7 +278,8 @@ def _curve(kind: Kind, courses: Sequence[Course], x_range: Range1d) -> Chart:
     draw.hover(fig, lines, [("run", "$name"), ("step", "@step"), (title, "@value{0,0.0000}")])
     switches = [(step, f"{c.row.label} from step {step} on: {what}") for c in courses for step, what in c.switches]
     if switches:
-        changes = ColumnDataSource({"step": [step for step, _ in switches], "what": [what for _, what in switches]})
+        steps, words = zip(*switches, strict=True)
+        changes = ColumnDataSource({"step": steps, "what": words}, name="changes")
         fig.add_tools(HoverTool(renderers=[draw.changes(fig, changes, "step")], tooltips="@what"))
     hatches = ["band" if c.band else HATCHES[c.dash] for c in courses]
     looks = zip(courses, hatches, strict=True)

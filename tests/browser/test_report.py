@@ -35,7 +35,7 @@ def drawn(browser: Browser, file: Path) -> Iterator[tuple[Page, list[str]]]:
     page, wrong = context.new_page(), list[str]()
     page.on("console", lambda m: m.type in ("error", "warning") and wrong.append(f"{m.type}: {m.text}"))
     page.on("pageerror", lambda e: wrong.append(f"page error: {e}"))
-    page.on("request", lambda r: r.url in (file.as_uri(), "data:,") or wrong.append(f"request: {r.url[:200]}"))
+    page.on("request", lambda r: r.url.startswith((file.as_uri(), "data:")) or wrong.append(f"request: {r.url[:200]}"))
     page.set_viewport_size(WINDOW)
     page.goto(file.as_uri())
     page.wait_for_selector("html[data-ready]", timeout=LIMIT_S * 1e3)
@@ -77,6 +77,15 @@ def test_its_plots_draw_what_was_measured(opened: Page):
         && !!(plot.querySelector('.track .swatch') ?? plot.firstElementChild?.shadowRoot)
         && plot.getAttribute('aria-label').length > 20)"""
     assert opened.evaluate(painted) == [True] * 12
+    rows = "".join(f"{step},{loss}\n" for step, loss in enumerate(losses[0]))
+    for plot, kind, begins in (
+        ("memory", "PNG", "\x89PNG"),  # of bars
+        ("loss", "CSV", f"# A lab no_shard: loss, mean of all ranks against optimizer step\nstep,value\n{rows}\n"),
+        ("memory", "CSV", "# Memory of the fullest rank, at its peak\nrun,part,bytes\nA lab no_shard,sharded"),
+    ):
+        with opened.expect_download() as saved:
+            opened.locator(f"figure:has(#plot-{plot}) .tools button", has_text=kind).click()
+        assert saved.value.path().read_text("latin-1").startswith(begins)
 
 
 @pytest.mark.slow
