@@ -79,8 +79,8 @@ def run(args: argparse.Namespace) -> int:
     hosts = shared.hosts_of(args)
     if hosts is not None and args.ranks is not None:
         raise Refused("--ranks is given beside hosts; the ranks are those of all hosts")
-    if (ranks := args.ranks if hosts is None else hosts.ranks) is not None:
-        spec = spec.replace(world_size=ranks, devices=None)
+    if hosts is not None:
+        spec = spec.replace(world_size=hosts.ranks, devices=None)
 
     evaluate = eval_config(args)
     from fsdp_lab.models.check import check
@@ -110,6 +110,7 @@ def spec_and_checkpoint(args: argparse.Namespace) -> tuple[Spec, Checkpoint | No
     if args.spec is None and start is None and not changes:
         raise Refused("no Spec is given; say what to train, as --model gpt2-1m, in a JSON file, or with --resume")
     base = Spec() if start is None else start.spec
+    changes |= {} if args.ranks is None else {"world_size": args.ranks, "devices": None}  # with what needs so many
     spec = (base if args.spec is None else read_spec(args.spec)).replace(**changes)
     if start is not None:
         check_same(start, spec)
