@@ -349,7 +349,8 @@ class Driver:
         required = {"evaluated": self.run.evaluate.samples, **self.run.evaluate.texts} if self.run.evaluate else {}
         result = self.call(what, run=self.run.id, spec=spec.to_dict(), **required, **arguments)[0]
         step, carried, seconds = int(result["step"]), bool(result["carried"]), time.monotonic() - began_s
-        notes = tuple(result.get("notes", ()))
+        config = self.checkpoints.config
+        notes = (*result["notes"], *(config.notes(spec, result["parameters"]) if config is not None else ()))
         switch = Switch(step=step, before=before, after=spec, seconds=seconds, carried=carried, notes=notes)
         rewound = switch.step < self.step or (before is not None and before.world_size != spec.world_size)
         if not switch.carried or before is None or rewound:

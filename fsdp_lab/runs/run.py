@@ -34,10 +34,10 @@ POLL_S = 0.02
 
 
 class Run(RunControl, RunQueries, Awaited["Run"]):
-    """One training run. Made by `Lab.run`; starts at once. Attributes: see `RunControl`.
+    """One training run. Made by `Lab.run`; starts at once; its text ends with the Spec's id. Attributes: see `RunControl`.
 
     `run.wait()` and `await run` return the run when it is finished or stopped, and raise its error when it failed. Ctrl-C in
-    either stops the run after its chunk and is raised again."""
+    either stops the run after its chunk, which is the steps of about half a second, and is raised again."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Run(RunControl, RunQueries, Awaited["Run"]):
 
     @property
     def saves(self) -> Sequence[SavedCheckpoint]:
-        """The checkpoints that the run took, oldest first."""
+        """The checkpoints that the run took, oldest first, with those that were deleted in favour of newer ones."""
         return self._driver.checkpoints.taken
 
     @property
@@ -99,7 +99,7 @@ class Run(RunControl, RunQueries, Awaited["Run"]):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Remarks on how far to trust the times: on the ranks' placement, and from the last switch; and on its trackers."""
+        """Remarks on the ranks' placement, on how far to trust the times, on what is saved and exported, and on trackers."""
         switched = self.switches[-1].notes if self.switches else ()
         return tuple(dict.fromkeys([*self._driver.ranks.notes, *switched, *self.reporter.notes]))
 

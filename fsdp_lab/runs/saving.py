@@ -7,22 +7,26 @@ from pathlib import Path
 from typing import Any, Self
 
 from fsdp_lab.base.errors import FieldError, check_whole
-from fsdp_lab.base.formatting import plural
+from fsdp_lab.base.formatting import plural, size
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.runs.view import Request
 from fsdp_lab.spec.checkpoint_format import Checkpoint, check_folder, checkpoints, read
+from fsdp_lab.spec.spec import Spec
 
 LAST = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Where a run's checkpoints go: `CheckpointConfig(folder="checkpoints", every=100)`. Raises ArgumentError. The last
-    step is saved, too, unless the run fails."""
+    """Where a run's checkpoints go: `CheckpointConfig(folder="checkpoints", every=100)`. Raises ArgumentError.
+
+    `every`: steps from one to the next. None, the default: only on request (`run.save()`), after an evaluation that is the
+    best so far (`evaluate=`), and at the end, which a run that fails has not.
+    `last`: how many are kept, beside the newest of the best evaluations; older ones are deleted."""
 
     folder: str | os.PathLike[str]
-    every: int | None = None  # steps; None: only on request, and at the end
-    last: int = LAST  # how many checkpoints of a run to keep, beside the best one
+    every: int | None = None
+    last: int = LAST
 
     def __post_init__(self) -> None:
         for name, value in (("every", self.every), ("last", self.last)):
@@ -35,10 +39,16 @@ class CheckpointConfig:
         """A config as it is, one of a folder; None for None. Raises ArgumentError."""
         return given if given is None or isinstance(given, CheckpointConfig) else cls(folder=given)
 
+    def notes(self, spec: Spec, parameters: int) -> tuple[str, ...]:
+        """What to know before such a run is left alone. `parameters`: of the whole model."""
+        seldom = "Checkpoints only at the end and at a best evaluation, none if the run fails before; every=100: more."
+        whole = f"A checkpoint has the frozen model, too, {size(4 * parameters)}; export_model: the adapters alone."
+        return (*([] if self.every else [seldom]), *([whole] if spec.workload.lora is not None else []))
+
 
 @dataclass(frozen=True, kw_only=True)
 class SavedCheckpoint:
-    step: int
+    step: int  # steps trained: 10 after the step of number 9, of which the events and an `Evaluation` are
     kind: str  # one of `checkpoints.KINDS`
     stall_s: float  # how long training was interrupted; writing overlaps with training
     waited_s: float  # the part of `stall_s` in which the previous checkpoint was still being written

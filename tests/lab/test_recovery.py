@@ -211,6 +211,12 @@ def test_nothing_to_recover_and_bad_words_are_refused(lab: Lab, tmp_path: Path) 
     assert lab.current is run
 
 
+def test_what_is_saved_and_when_is_noted(tmp_path: Path) -> None:
+    often, spec = CheckpointConfig(folder=tmp_path, every=5), Spec()
+    assert often.notes(spec, 1 << 20) == () and "only at the end" in CheckpointConfig(folder=tmp_path).notes(spec, 1)[0]
+    assert "the frozen model, too, 4.00 MiB" in often.notes(spec.replace(lora={"r": 2}), 1 << 20)[0]
+
+
 def test_a_checkpoint_that_was_given_up_and_is_written_after_all_holds_up_no_later_one(tmp_path: Path) -> None:
     """As where a step fails meanwhile, and the ranks go on."""
     schedule = CheckpointSchedule(CheckpointConfig(folder=tmp_path), "run")
