@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models.build import Draw, Initializer, Values, build_skeleton, parameters_on_meta
 from fsdp_lab.models.configs import first_line
+from fsdp_lab.models.presets import facts_of
 from fsdp_lab.spec.workload import LORA_FIELD as FIELD, Lora
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _ADAPTER = "default"  # peft's name of the one adapter
 _BASE = ".base_layer"
+_TASKS = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}  # peft's, by the kind of model
 _PARTS = re.compile(rf"\.lora_(embedding_)?([AB])\.{_ADAPTER}(?=\.|$)")
 
 
@@ -42,10 +44,10 @@ def adapted(config: PreTrainedConfig, lora: Lora | None) -> PreTrainedModel:
             warnings.simplefilter("ignore")  # on layouts that peft then corrects by itself
             inject(peft_config(lora), model)
     except ValueError as e:
-        names = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if not list(m.children())} - {""})
-        linear = [n for n in names if not n.isdecimal()]
+        matrices = [name for name, p in model.named_parameters() if p.ndim > 1 and name.endswith(".weight")]
+        names = sorted({part for name in matrices if not (part := name.split(".")[-2]).isdecimal()})
         reason = f"no adapters can be put into this model ({first_line(e)})"
-        raise SpecError(FIELD, reason, f"give targets, some of {', '.join(linear[:12])}", {"lora": None}) from e
+        raise SpecError(FIELD, reason, f"give targets, some of {', '.join(names[:12])}", {"lora": None}) from e
     return model
 
 
@@ -101,11 +103,13 @@ def _draw(name: str) -> Draw:
 
 
 def save_adapters(model: PreTrainedModel, values: Mapping[str, Tensor], folder: Path, base: str) -> None:
-    """Writes a folder for `PeftModel.from_pretrained(model, folder)`. `base`: where the model itself is."""
+    """Writes a folder for `PeftModel.from_pretrained(model, folder)`; if `base` is where the model itself is, also for
+    `AutoPeftModelForCausalLM.from_pretrained(folder)` and its like."""
     from safetensors.torch import save_file
 
     config: Any = model.peft_config[_ADAPTER]  # with the targets that peft chose
     config.base_model_name_or_path, config.inference_mode = base, True
+    config.task_type = _TASKS.get(facts_of(model.config).kind)
     config.save_pretrained(str(folder))
     tensors = {}
     for name in filter(is_adapter, values):
