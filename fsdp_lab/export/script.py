@@ -356,9 +356,8 @@ def own_code(workload: Workload) -> str:
             source = f"from {module} import {names[field].partition('.')[0]}"
         else:
             names[field], source = code.name, code.source
-            if code.missing or not source:
-                reason = f"the source of {code.name} does not contain {', '.join(code.missing)}"
-                raise SpecError(f"workload.{field}", reason, "define it inside the function, or in a module to import")
+            if (refusal := code.refusal(f"workload.{field}")) is not None:
+                raise refusal
         for node in ast.parse(source).body:
             first = min([node.lineno, *(int(d.lineno) for d in getattr(node, "decorator_list", ()))])
             kept = imports if isinstance(node, (ast.Import, ast.ImportFrom)) else parts

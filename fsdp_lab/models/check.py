@@ -145,8 +145,11 @@ def _check_ids(workload: Workload, tokenizer: Tokenizer) -> None:
 
 
 def notes_on(workload: Workload) -> tuple[str, ...]:
-    """Notes for a run: that a model that begins with read weights gets bytes by default."""
-    if workload.is_own or workload.tokenizer is not None or tokenizer_folder(workload) is not None:
+    """Notes for a run: that code of one's own cannot be exported, or a model that begins with read weights gets bytes."""
+    if workload.is_own:
+        refusals = [code.refusal(f"workload.{name}") for name, code in workload.sent_code().items()]
+        return tuple(f"This run cannot be exported as a script: {r.words}." for r in refusals if r is not None)
+    if workload.tokenizer is not None or tokenizer_folder(workload) is not None:
         return ()
     if (folder := weights_folder(workload)) is None or not model_facts(workload.model).is_text:
         return ()

@@ -50,6 +50,15 @@ class UserCode(Mapping[str, Any]):
         """The same code where the object is known."""
         return UserCode(self.name, self.source, self.digest, self.missing, given=given, packed=self.packed)
 
+    def refusal(self, field: str) -> SpecError | None:
+        """Why no script can have this code; None where one can."""
+        reason = f"the source of {self.name} does not contain {', '.join(self.missing)}"
+        hint = "define it inside the function, or in a module to import"
+        if f"the state of this {self.name}" in self.missing:
+            made = f" that makes it: def data(): return {self.name}(...)" if field == "workload.data" else ""
+            reason, hint = "it is an object, and a script has code alone", f"give a function{made}"
+        return SpecError(field, reason, hint) if self.missing or not self.source else None
+
     def __getitem__(self, key: str) -> Any:
         return self._values[key]
 

@@ -213,7 +213,7 @@ REFUSED: list[tuple[str, dict[str, str], str]] = [
     ("from numpy import random\n\ndef build():\n    return Net() if random.rand() < 2 else None\n", {},
      "workload.model: random has two meanings in a script; rename it"),
     ("samples = Samples()\n", {"Samples": "samples"},
-     "workload.data: the source of Samples does not contain the state of this Samples"),
+     "workload.data: it is an object, and a script has code alone; give a function that makes it: def data(): return "),
 ]  # fmt: skip
 
 

@@ -44,8 +44,12 @@ def test_ranks_keep_the_newest_code_alone(lab: Lab, monkeypatch: pytest.MonkeyPa
 
 def test_a_killed_rank_is_replaced_and_gets_the_code_again(lab: Lab, tmp_path: Path) -> None:
     steady = lab.run(**own(), steps=15).wait(90)
-    run = lab.run(**own(), steps=15, save=str(tmp_path), recover=True)
+    names = cell(TEXT, 9)
+    run = lab.run(**own(names, data=names["Samples"]()), steps=15, save=str(tmp_path), recover=True)
     until(lambda: run.step > 2 or run.done)
+    told = " ".join(run.notes)
+    assert "Checkpoints only at the end" in told and "as a script: data: it is an object" in told
+    assert "as a script" not in " ".join(steady.notes)
     lab.drill("kill", rank=1)
     run.wait(120)
     assert run.state is RunState.FINISHED, run.reason
