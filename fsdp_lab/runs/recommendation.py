@@ -15,7 +15,7 @@ from itertools import combinations
 from typing import Any
 
 from fsdp_lab.base.errors import check_whole
-from fsdp_lab.base.formatting import count, size
+from fsdp_lab.base.formatting import count, plural, size
 from fsdp_lab.runs.comparison import REFUSED, Comparison, Refusal, Row, labels_by, peak_ratio
 from fsdp_lab.runs.summary import Ratio, median, ratio
 from fsdp_lab.runs.view import RunView
@@ -103,7 +103,7 @@ def recommend(runs: Comparison | Sequence[RunView | Refusal], limit_bytes: int |
         fastest_run=fastest.view if fastest else None,
         smallest_run=smallest.view if smallest else None,
         limit_bytes=limit_bytes,
-        sentences=_sentences(fastest, smallest, [row.label for row in alike if row is not fastest], limit_bytes),
+        sentences=_sentences(fastest, smallest, [row.label for row in alike], limit_bytes),
         toggles=toggles(sound),
         excluded=excluded,
         notes=(FITS, *compared.fidelity()),
@@ -139,7 +139,7 @@ def _smallest(rows: Sequence[Row]) -> Row | None:
 
 
 def _sentences(fastest: Row | None, smallest: Row | None, alike: Sequence[str], limit: int | None) -> tuple[str, ...]:
-    """The recommendation. `alike`: the others that are not told apart in time from the fastest. `limit`: in bytes."""
+    """The recommendation. `alike`: those that are not told apart in time, with the fastest. `limit`: in bytes."""
     if fastest is None or smallest is None:
         return ("None of these runs can be recommended.",)
 
@@ -148,8 +148,8 @@ def _sentences(fastest: Row | None, smallest: Row | None, alike: Sequence[str], 
         return f"{row.label} ({row.name}): {count(_speed(row))} tokens/s, peak {peak} a rank"
 
     room = f"fits in {size(limit)} a rank" if limit else "fits"
-    first = f"The fastest that {room} is {described(fastest)}."
-    first += f" Not told apart from it in time: {', '.join(alike)}; it is the smallest of them." if alike else ""
+    several = f"{' or '.join(alike)}, not told apart in time. The smallest of them is " if len(alike) > 1 else ""
+    first = f"The fastest that {room} is {several}{described(fastest)}."
     if smallest is fastest:
         return (first, f"It is also the smallest within {WITHIN:.0%} of that time.")
     return (first, f"The smallest within {WITHIN:.0%} of its time is {described(smallest)}.")
@@ -175,9 +175,12 @@ def _toggle(name: str, rows: Sequence[tuple[Row, Row]]) -> Toggle:
     if (memory if memory and abs(memory - 1) >= SAME_MEMORY else time or 1) > 1:
         rows = [(b, a) for a, b in rows]
         memory, time = _medians(rows)
-    clear = [r.median > 1 for a, b in rows if (r := _time_ratio(a, b)) and r.clear]
-    noise = 2 * len(clear) <= len(rows) or len(set(clear)) > 1  # most show no difference, or not in one direction
-    effects = f"{_change(memory, 'memory', SAME_MEMORY)}, {_change(time, 'time', math.inf if noise else 0.0)}"
+    clear = [(r.median, f"{a.label} and {b.label}") for a, b in rows if (r := _time_ratio(a, b)) and r.clear]
+    noise = 2 * len(clear) <= len(rows) or len({t > 1 for t, _ in clear}) > 1  # most show none, or not in one direction
+    times = [_change(t, f"time in {labels}", 0.0) for t, labels in clear] if noise else [_change(time, "time", 0.0)]
+    if noise and (others := len(rows) - len(clear)):  # a median would hide those that are clear
+        times.append(_change(time, "time" + (f" in {plural(others, 'pair')}" if clear else ""), math.inf))
+    effects = ", ".join([_change(memory, "memory", SAME_MEMORY), *times])
     taken, instead = rows[0][0].flat[name], rows[0][1].flat[name]
     pairs = tuple((a.label, b.label) for a, b in rows)
     source = " and ".join(pairs[0]) if len(pairs) == 1 else f"median of {len(pairs)} pairs"

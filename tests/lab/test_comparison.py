@@ -258,15 +258,24 @@ def test_noise_is_called_noise():
     assert said.startswith("forward prefetch 1 instead of forward prefetch 0: the same memory, 20% less time")
 
 
+@pytest.mark.parametrize(
+    ("second_s", "said"), [(0.070, "7% less time in D and C"), (0.0757, "time in 1 pair the same but for noise")]
+)
+def test_pairs_that_contradict_each_other_are_told_one_by_one(four, second_s: float, said: str):
+    runs = [*four[:2], turned("c", 2, 0.0756, 120, {**KEEPS_GATHERED, **BF16}), turned("d", 3, second_s, 60, BF16)]
+    sentence = recommend(runs).toggles[0].sentence
+    assert "55% less memory, 12% more time in B and A, " in sentence and f"{said} (median of 2 pairs)." in sentence
+
+
 @pytest.mark.parametrize("peak_mib", [100, 60])
 def test_of_what_is_not_told_apart_in_time_the_smallest_is_recommended(peak_mib: int):
     runs = [turned("a", 0, 0.1, 100, {}), turned("b", 1, 0.1003, peak_mib, KEEPS_GATHERED),
             turned("c", 2, 0.2, 50, BF16)]  # fmt: skip
     found = recommend(runs)
-    taken, other = ("A", "B") if peak_mib == 100 else ("B", "A")
+    taken = "A" if peak_mib == 100 else "B"
     assert found.fastest == found.smallest == taken
     assert found.fastest_run is found.smallest_run is runs["AB".index(taken)]
-    assert f"Not told apart from it in time: {other}; it is the smallest of them." in found.sentences[0]
+    assert f"is A or B, not told apart in time. The smallest of them is {taken} (" in found.sentences[0]
     compared = Comparison.of(runs)
     b, c = compared.table()._repr_html_().split("<tr>")[3:]
     assert "opacity" in b and "≈ 1.0" in b and "opacity" not in c and "≈" not in c.split("<p>")[0]
