@@ -273,7 +273,7 @@ def _rows(path: Path, kind: Format, columns: tuple[str, ...]) -> Iterator[dict[s
     except Exception as e:  # of many classes, pyarrow's and those of what it calls
         if isinstance(e, SpecError):
             raise
-        reason = " ".join(str(e.__cause__ or e).split())[:200]
+        reason = " ".join(str(e.__cause__ or e).split())[:200] or "perhaps it is empty"
         raise refusal(f"{path}: is not {kind.value} that can be read ({reason})", "write it again, or remove it") from e
 
 

@@ -111,7 +111,8 @@ class TokenSource(Source):
         self._kept = np.flatnonzero(counts)
         self.count = len(self._kept)
         if not self.count:
-            raise SpecError("workload.data", f"no sample of {workload.data} has anything to predict", "give other data")
+            hint = "give other data" if tokens.answers is None else "name the role of the answers assistant"
+            raise SpecError("workload.data", f"no sample of {workload.data} has anything to predict", hint)
         kept = counts[self._kept]
         self.labels = None if (kept == kept[0]).all() else kept
         self.fingerprint, self.is_chat = tokens.fingerprint, tokens.answers is not None

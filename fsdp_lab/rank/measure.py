@@ -380,7 +380,9 @@ def fidelity_notes(info: RankInfo, shared_gpu_ranks: int, carrier: str = "Gloo")
 
 def precision_notes(device_name: str, dtype: str) -> tuple[str, ...]:
     """A note where the GPU has no tensor cores for the dtype of the matrix products: a T4 or a V100 in bf16, or any in fp32
-    while torch's TF32 is off."""
+    while torch's TF32 is off; and on a CPU below fp32."""
+    if device_name == "CPU" and dtype != "fp32":
+        return (f"{dtype} may take many times as long as fp32 on a CPU, convolutions above all; a GPU is made for it.",)
     gpu = gpu_of_device(device_name)
     if dtype == "fp32" and gpu is not None and gpu.tf32 and gpu.bf16 and not torch.backends.cuda.matmul.allow_tf32:
         most = f"{gpu.fp32:g} TFLOP/s on this GPU at most; precision bf16 has {gpu.bf16:g}."

@@ -483,7 +483,9 @@ class Session:
     ) -> dict[str, Any]:
         trainer = self._lifecycle.require()
         if (held := trainer.batches.check_held_out(evaluated)) < evaluated:
-            notes = [*notes, f"{held} samples are held out: evaluations have these, and not {evaluated}"]
+            is_cut, n = not getattr(trainer.batches.source, "is_padded", True), trainer.spec.workload.seq_len
+            what = f" (each seq_len {n} tokens of joined texts)" if is_cut else ""
+            notes = [*notes, f"{held} samples are held out{what}: evaluations have these, not samples={evaluated}"]
         return {
             "step": trainer.progress.step,
             "seconds": time.perf_counter() - start_s,

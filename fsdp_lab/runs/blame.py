@@ -41,7 +41,7 @@ class Part(StrEnum):
 
 
 WHY = {
-    Part.COMPUTE: "computes longer than the others",
+    Part.COMPUTE: "takes longer from its forward to the end of its backward",
     Part.OPTIMIZER: "steps its optimizer longer than the others",
     Part.INPUT: "waits for its input",
     Part.CHECKPOINT: "writes checkpoints",

@@ -76,7 +76,7 @@ _FAILURES = {
 
 # What helps where a rank is late, by the part in which it takes longer.
 _LATE = {
-    Part.COMPUTE: "Look whether its batches are larger, and at its device: another process on it, its temperature.",
+    Part.COMPUTE: "Look at its batches, what it does between forward and backward, and its device: who else uses it.",
     Part.OPTIMIZER: "Look whether it holds more parameters, and at its device: another process on it, its clock.",
     Part.INPUT: "Give its DataLoader workers and prefetching, or look at its storage.",
     Part.CHECKPOINT: "Save asynchronously, or let every rank write its part: torch.distributed.checkpoint.async_save.",

@@ -481,7 +481,7 @@ def test_a_tokenizer_that_the_weights_do_not_know_is_refused(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("b.jsonl", b"", "b.jsonl: is not JSON that can be read"), ("b.jsonl", b"\n\n", "b.jsonl: has no records"),
+        ("b.jsonl", b"", r"JSON that can be read \(perhaps it is empty\)"), ("b.jsonl", b"\n\n", "b.jsonl: has no records"),
         ("b.jsonl", b'{"text": "w1"}\n{"text": ', "b.jsonl: is not JSON that can be read .*in row 1"),
         ("b.jsonl", b'{"text": "w1"}\n{"text": "w1 \\ud83d"}\n', "b.jsonl: is not JSON that can be read .*surrogate pair"),
         ("b.jsonl", '{"text": "w1"}\n'.encode("utf-16"), "b.jsonl: is not JSON that can be read"),
@@ -548,7 +548,8 @@ def test_a_sample_that_is_too_long_is_named_with_ways_out(tmp_path: Path, folder
 def test_what_has_no_samples_is_refused(tmp_path: Path, folder: str) -> None:
     data = json_lines(tmp_path / "some.jsonl", [chat(text(1)), chat(text(2))], field="messages")
     fields = {"data": data, "tokenizer": folder, "packing": "padded"}
-    refused("workload.data", "has anything to predict", **fields)
+    error = refused("workload.data", "has anything to predict", **fields)
+    assert "name the role of the answers assistant" in error.hint
     short = json_lines(tmp_path / "short.jsonl", [text(1, 2)])
     error = refused("workload.data", "has 3 tokens, fewer than one sequence of 8", data=short, tokenizer=folder)
     assert "seq_len 3 or less" in error.hint

@@ -95,7 +95,7 @@ def test_a_link_of_nccl_is_timed_by_the_device_on_large_tensors(monkeypatch: pyt
 
 @pytest.mark.parametrize(("name", "noted"), [
     ("Tesla T4", {"bf16"}), ("Tesla V100-SXM2-16GB", {"bf16"}), ("NVIDIA A100-SXM4-80GB", {"fp32"}),
-    ("A GPU that is not in the table", set()), ("CPU", set()),
+    ("A GPU that is not in the table", set()), ("CPU", {"bf16", "fp16"}),
 ])  # fmt: skip
-def test_a_precision_is_noted_only_where_the_data_sheet_has_no_tensor_cores_for_it(name: str, noted: set[str]) -> None:
+def test_a_precision_is_noted_where_the_device_is_not_made_for_it(name: str, noted: set[str]) -> None:
     assert {dtype for dtype in ("bf16", "fp16", "fp32") if precision_notes(name, dtype)} == noted

@@ -237,7 +237,6 @@ def test_what_is_not_held_out_is_refused_and_nothing_is_trained(pool: Pool) -> N
     calls = fails(apply(spec(held_out=0), evaluated=1)), apply(spec(), evaluated=10**6)
     for _, said, much, after in play(pool, 2, apply(spec()), *calls, train(1, evaluations={0: SAMPLES})):
         assert said.startswith("SpecError: workload.held_out: none of ")
-        assert [
-            note for note in much["notes"] if "samples are held out: evaluations have these, and not 1000000" in note
-        ]
+        (note,) = [note for note in much["notes"] if "samples are held out (each seq_len 32 tokens" in note]
+        assert note.endswith("evaluations have these, not samples=1000000")
         assert [(e["step"], e["spec_id"]) for e in after["events"]] == [(0, spec().id)]
