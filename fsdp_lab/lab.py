@@ -233,7 +233,8 @@ class Lab:
     ) -> Run:
         """Starts a run and returns it at once: `await` it, `wait()` for it, or read its `table()` meanwhile.
 
-        A run in progress is stopped first. Lost ranks are replaced, and another `world_size` starts or ends ranks.
+        A run in progress is stopped first. Lost ranks are replaced, and another `world_size` starts or ends ranks. In a
+        script, `while not run.done: print(run, flush=True); time.sleep(5)` shows how far it is, before `wait()`.
 
         Args:
             spec: a Spec or its dict; None: the default one for this lab's ranks.
@@ -251,24 +252,15 @@ class Lab:
             anyway: start it although its memory does not suffice by the plan.
             changes: flat field names, as in `Spec.replace`. For a module of your own, three together: `model`, a function
                 without arguments that builds it, or its class; `loss`, a function of (model, batch) that returns a scalar
-                tensor and calls `model(...)` only; `data`, a map-style dataset, or a function that returns one. They are
-                sent to the ranks with all that they use. Initial values are those that `model` gives under the seed.
-                `engine`, a class, shards in place of a backend: see `check_engine`.
+                tensor and calls `model(...)` only; `data`, a function that returns a map-style dataset, or one, which
+                `export_script` cannot write. They are sent to the ranks with all that they use. Initial values are those
+                that `model` gives under the seed. `engine`, a class, shards in place of a backend: see `check_engine`.
 
         Raises SpecError: an invalid field or combination, or code that cannot be sent. ModuleNotFoundError: of `report_to`.
         """
-        return self._activities.begin_run(
-            self._wanted(spec, changes, "lab.run", anyway=anyway),
-            steps=steps,
-            fresh=fresh,
-            ledger_every=ledger_every,
-            saving=CheckpointConfig.of(save),
-            recovering=RecoveryPolicy.of(recover),
-            evaluate=evaluate,
-            reporter=Reporter(report_to, self.history).checked(),
-            name=name,
-            note=note,
-        )
+        wanted = self._wanted(spec, changes, "lab.run", anyway=anyway)
+        options = {"fresh": fresh, "steps": steps, "ledger_every": ledger_every, "evaluate": evaluate}
+        return self._begin(wanted, save, recover, report_to, name=name, note=note, **options)
 
     def resume(
         self,
@@ -301,18 +293,12 @@ class Lab:
         saved = checkpoint if isinstance(checkpoint, Checkpoint) else find(checkpoint)
         wanted = self._wanted(saved.spec, changes, "lab.resume", anyway=anyway)
         check_same(saved, wanted)
-        return self._activities.begin_run(
-            wanted,
-            start=saved,
-            steps=steps,
-            ledger_every=ledger_every,
-            saving=CheckpointConfig.of(save),
-            recovering=RecoveryPolicy.of(recover),
-            evaluate=evaluate,
-            reporter=Reporter(report_to, self.history).checked(),
-            name=name,
-            note=note,
-        )
+        options = {"start": saved, "steps": steps, "ledger_every": ledger_every, "evaluate": evaluate}
+        return self._begin(wanted, save, recover, report_to, name=name, note=note, **options)
+
+    def _begin(self, wanted: Spec, save: Any, recover: Any, report_to: Any, **options: Any) -> Run:
+        options |= {"saving": CheckpointConfig.of(save), "recovering": RecoveryPolicy.of(recover)}
+        return self._activities.begin_run(wanted, reporter=Reporter(report_to, self.history).checked(), **options)
 
     def recover(self, ranks: str | None = None) -> Run:
         """Recovers the newest run after a failure and returns the run that continues it: from the state of the surviving
@@ -390,7 +376,7 @@ class Lab:
             sharding: when the lab calls which: "no_shard", "zero1", "shard_grad_op" or "full_shard".
             steps: 5 or more; the first three do not count.
             most: what it may take, in sizes of the whole model, a rank and step: "sent", "gathered", "gradients",
-                "optimizer"; and "exposed", the share of communication that computing waits for.
+                "parameters", "optimizer"; and "exposed", the share of communication that computing waits for.
             changes: flat field names, as in `Spec.replace`, such as link="0.1 GB/s".
 
         Raises FieldError: of an argument. A mistake of the engine is no exception."""

@@ -270,7 +270,7 @@ class LinkEmulation:
         if bytes_per_s > wire:
             raise _too_fast(wanted, bytes_per_s, wire)
         self.link = Link(bytes_per_s=bytes_per_s, latency_s=wanted.latency_s)
-        real = (f"The wire: {world.context.host_carrier}, {format_rate(wire)} a rank.",) if world.size() > 1 else ()
+        real = (f"Real link: {world.context.host_carrier}, {format_rate(wire)} a rank.",) if world.size() > 1 else ()
         self.notes = (*real, _note(wanted, self.link, scale, dtype))
 
     def measure(self, world: Wire) -> float:

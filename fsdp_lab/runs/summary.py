@@ -20,7 +20,7 @@ from fsdp_lab.base.formatting import Spread, Table, count, duration, flop_rate, 
 from fsdp_lab.runs.steps import Step, last_stretch
 from fsdp_lab.spec.describe import Trained, describe_strategy
 
-_COUNTS = "Medians (and p10 to p90) leave out the first step after a change and ledger steps"
+_COUNTS = "Medians (and p10 to p90) leave out the first step after a change and ledger steps, which measure memory"
 RULE = f"{_COUNTS}; a step's time is that of its slowest rank."  # for readers of the figures
 NO_TRAFFIC = Traffic()
 

@@ -26,7 +26,7 @@ from fsdp_lab.runs.pictures import FAINT, RANKS, Picture, Plot
 
 TOLERANCE_S = 1e-3  # by which clocks may disagree beyond their reported errors: the accuracy of a span's ends
 MOST_COLUMNS = 8  # ranks with a column each in a table
-UNSEEN_WAITS = "Over NCCL streams wait, where the wire does not see it: waits are not attributed to units."
+UNSEEN_WAITS = "Over NCCL streams wait, where the lab does not see it: waits are not attributed to units."
 NO_UNIT = "no unit"  # the vote, and whatever else belongs to no module
 
 # Colours of a picture, in the order of its rows; waiting, which is to be found, has the one that stands out.

@@ -180,7 +180,7 @@ class Workload:
     weight_decay: float = knob(0.1, NOT_NEGATIVE, help="Of matrices; vectors have none", live=True)
     clip_norm: float | None = knob(None, POSITIVE, help="Largest norm of the global gradient", none="off", live=True)
     dropout: str = knob(
-        "off", one_of(DROPOUTS), group="Training", help="None, or as the model's config says", of_configs=True
+        "off", one_of(DROPOUTS), group="Training", help="No dropout, or as the model's config says", of_configs=True
     )
     freeze: tuple[str, ...] | None = knob(
         None, _PATTERNS, only("yours", (None,), _ALL_TRAINED, "leave it out", other="use backend lab"), json=True,

@@ -35,7 +35,7 @@ def test_it_is_switched_while_training(pool: Pool, steady: list[float]) -> None:
         assert nothing_rebuilt and [a["carried"] for a in answers] == [False, True, True, True]
         noted = [[n for n in e.notes if "link" in n] for e in events]
         assert noted == [[]] * 2 + [["Emulated link: 2 MB/s."]] * 2 + [[]] * 2 + [["Emulated link: 4 MB/s."]] * 2
-        assert re.fullmatch(r"The wire: shared memory, [\d.]+ [kMG]B/s a rank\.", answers[1]["notes"][-2])
+        assert re.fullmatch(r"Real link: shared memory, [\d.]+ [kMG]B/s a rank\.", answers[1]["notes"][-2])
         for e in events[2:4]:
             sent = [t for kind, t in e.comm.items() if kind != "control"]
             assert e.step_time_s > sum(t.link_bytes for t in sent) / 2e6 > 0.05
