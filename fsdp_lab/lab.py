@@ -245,7 +245,8 @@ class Lab:
             save: a folder for its checkpoints, or a `CheckpointConfig`.
             recover: what to do when ranks or a step fail: True recovers automatically, "ask" waits for `recover` or
                 `stop`; or a `RecoveryPolicy`.
-            evaluate: compute the loss on held-out samples every so many steps; or an `EvalConfig`.
+            evaluate: compute the loss on held-out samples every so many steps; or an `EvalConfig`. That of the model before
+                training, and its texts (`generate`): `lab.run(steps=1, lr=1e-30, evaluate=1)`, which changes no weight.
             report_to: where its metrics go too: "wandb", "trackio", "tensorboard", "mlflow", "jsonl", several in a list or
                 as "a,b", or an object with `log(metrics, step=...)`; see `fsdp_lab.runs.trackers`.
             name, note: for lists, comparisons and reports; `run.rename` and `run.annotate` change them.
@@ -503,7 +504,7 @@ class Lab:
         if isinstance(newest, WatchedRun) and not newest.done:
             raise ClusterError(f"{newest!r} has the ranks: wait for its cell")
         if run is None:
-            raise ClusterError("the ranks hold no model: start a run with lab.run(...)")
+            raise ClusterError("the ranks hold no model: start a run; lab.run(..., steps=1, lr=1e-30) trains nothing")
         if not run.done:
             return run.generate(prompts, **sampling).wait()
         return generated(self.cluster.call, run.id, checked_prompts(prompts), Sampling(**sampling))

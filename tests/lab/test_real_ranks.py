@@ -49,6 +49,11 @@ def test_a_ledger_step_on_demand_and_stop_frees_ranks_in_any_collective_and_they
     assert run.state is RunState.RUNNING and all(math.isfinite(x) for x in losses(run).values())
 
 
+def test_a_rate_of_nothing_evaluates_the_untrained_model(lab: Lab):
+    run = lab.run(**SMALL, lr=1e-30, steps=3, evaluate=EvalConfig(every=1, samples=4)).wait(60)
+    assert len(run.evaluations) == 3 and len({e.loss for e in run.evaluations}) == 1
+
+
 @pytest.mark.slow
 def test_a_step_in_slow_motion_that_is_left_after_some_phases_trains_as_any_other(lab: Lab):
     """Bit for bit the losses of a run that was never halted."""
