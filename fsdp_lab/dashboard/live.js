@@ -130,12 +130,30 @@ function setVisual(m, property, value) {
 }
 
 const plain = new WeakSet(); // documents without CSS variables, and the class of Bokeh's that knows them
+const IDLE = ["decimated_glyph", "selection_glyph", "nonselection_glyph", "muted_glyph"];
+const HATCH = ["hatch_color", "hatch_alpha", "hatch_pattern", "hatch_scale", "hatch_weight"];
 
-/** Bokeh asks CSS for the font's size, and for a variable for each property that it paints, for which the page computes its
-    styles anew. A document that `paintModels` colours has none; others on this page still ask. */
-function forgoCss(doc, views) {
+/** Spares Bokeh what it computes anew for each paint though nothing of it has changed; without this all works, slower.
+    - The font's size, and a CSS variable for each property: a document that `paintModels` colours has none.
+    - The style of an empty element over each glyph, and equal styles of the others: a change of style makes the page
+      compute its styles at the next text drawn.
+    - The looks of a glyph when it is selected, muted or thinned, which nothing does here; a hatch like the one before. */
+function lighten(doc, views) {
   plain.add(doc);
-  for (const view of views) Object.defineProperty(view, "base_font_size", { value: view.base_font_size });
+  for (const view of views) {
+    Object.defineProperty(view, "base_font_size", { value: view.base_font_size });
+    for (const renderer of view.renderer_views?.values() ?? []) {
+      if (renderer.position?.replace) onChange(renderer.position, "replace", (text) => text);
+      if (!renderer.glyph) continue;
+      renderer.position?.replace(":host { display: none; }");
+      renderer.update_position = () => {};
+      for (const glyph of IDLE.map((name) => renderer[name]).filter(Boolean)) {
+        Object.assign(glyph, { set_data: async () => {}, set_visuals() {}, map_data() {} });
+      }
+      const { hatch } = renderer.glyph.visuals;
+      if (hatch) onChange(hatch, "update", () => HATCH.map((name) => (hatch[name].is_Scalar() ? hatch[name].value : Math.random())).join());
+    }
+  }
   let kind = views[0]?.visuals.outline_line;
   while (kind && !Object.hasOwn(kind, "_get_css_value")) kind = Object.getPrototypeOf(kind);
   if (!kind || plain.has(kind)) return;
@@ -143,6 +161,17 @@ function forgoCss(doc, views) {
   const ask = kind._get_css_value;
   kind._get_css_value = function (name) {
     return plain.has(this.obj.model?.document) ? "" : ask.call(this, name);
+  };
+}
+
+/** Lets a method of an object run only when what `told` makes of its arguments is another than at the last call. */
+function onChange(object, method, told) {
+  const run = object[method];
+  let last;
+  object[method] = (...given) => {
+    const now = told(...given);
+    if (now !== last) run.apply(object, given);
+    last = now;
   };
 }
 
@@ -799,7 +828,7 @@ class View {
     this.scene = scene;
     this.byName = new Map([...this.doc.all_models].filter((m) => m.name).map((m) => [m.name, m]));
     this.figures = new Map([...this.doc.all_models].filter((m) => m.type === "Figure").map((m) => [m.name, m]));
-    forgoCss(this.doc, [...this.figures.values()].map((figure) => views.find_one(figure)));
+    lighten(this.doc, [...this.figures.values()].map((figure) => views.find_one(figure)));
     this.keepRanges();
     this.sources = new Sources(this.doc);
     this.choose();

@@ -40,6 +40,7 @@ def plain_figure(name: str, y_label: str, **kwargs: Any) -> figure:
     """A figure without toolbar and outline, with one axis label a side."""
     fig = figure(name=name, height=HEIGHT_PX, sizing_mode="stretch_width", toolbar_location=None, tools="", **kwargs)
     fig.min_border, fig.min_border_right = 4, 18
+    fig.lod_threshold = None  # the page keeps no thinned copy of a glyph (`lighten` of live.js)
     fig.background_fill_alpha = fig.border_fill_alpha = fig.outline_line_alpha = 0
     fig.yaxis.axis_label = y_label
     for axis in fig.axis:
