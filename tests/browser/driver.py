@@ -30,13 +30,13 @@ class DashboardPage:
     def button(self, word: str) -> Locator:
         return self.page.locator("button.fsdp-button", has_text=re.compile(rf"^\s*{word}\s*$"))
 
-    def start(self) -> None:
-        """Presses Start; what the page shows afterwards is of the new run."""
+    def start(self, button: str = "Start( over)?") -> None:
+        """Presses Start, or Continue; what the page shows afterwards is of the new run."""
         live = self.page.locator(".fsdp-live").first
         # JupyterLab may just have moved the output, as when the window changes: then the former run is drawn once more.
         self.page.wait_for_function("() => document.querySelector('.fsdp-live')?.dataset.ready")
         former, blank = live.get_attribute("data-scene"), self.step() < 0
-        self.button("Start( over)?").first.click()
+        self.button(button).first.click()
         self.page.wait_for_function(
             f"""([former, blank]) => document.querySelector('.fsdp-live').dataset.scene !== former
                                      || (blank && ({STEP})() >= 0)""",

@@ -58,7 +58,7 @@ def test_start_toggle_refuse_stop_look_and_scroll(opened):
     opened.tab("loss")
     opened.wait_steps_drawn(last)
 
-    opened.button("Continue").click()
+    opened.start("Continue")
     opened.wait_state("running")
     opened.choose("model", "gpt2-10m")
     opened.page.locator(".fsdp-notice:visible", has_text="With another model training begins at step 0").wait_for()
