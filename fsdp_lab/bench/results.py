@@ -1,4 +1,4 @@
-"""`bench step`, `wire` and `host`: measurements of ranks, ratios with a control, as text and JSON.
+"""`bench step` and `host`: measurements of ranks, ratios with a control, as text and JSON.
 
 A bench prints each figure once it is known and returns the content of its `--json` file: "ratios" and "control" (a
 ratio of equals), each with median, p10, p90 and n; what else was measured; its "environment"."""
@@ -180,31 +180,6 @@ def step_figures(result: BenchResult, environment: Mapping[str, Any], say: Say) 
         "kernels": dict(result.kernels),
         "memory_ratios": result.memory_ratios,
     }
-
-
-def wire(plan: BenchPlan, say: Say) -> dict[str, Any]:
-    """All-gathers and reduce-scatters over shared memory, beside Gloo in its faster form. Raises BenchError."""
-    from fsdp_lab.bench.tasks import AGAIN, KINDS, SHARED  # needs torch
-
-    say(f"{plan.ranks} ranks, {plan.steps} rounds after one of warm-up; bytes of the whole tensor, microseconds")
-    ranks = launch(plan, "wire")
-    figures: dict[str, Any] = {"ratios": {}, "control": {}, "environment": environment(plan)}
-    rows = []
-    for name in ranks[0]["seconds"]:
-        kind, _, nbytes = name.partition("/")
-        seconds = {form: slowest([rank["seconds"][name][form] for rank in ranks]) for form in KINDS[kind]}
-        times = {form: spread(of).median for form, of in seconds.items()}
-        gloo = min((form for form in times if form not in (SHARED, AGAIN)), key=times.__getitem__)
-        ratio, again = (spread(ratios(seconds[SHARED], seconds[form])) for form in (gloo, AGAIN))
-        figures["ratios"][name], figures["control"][name] = asdict(ratio), asdict(again)
-        cells = (f"{1e6 * times[SHARED]:,.0f}", f"{1e6 * times[gloo]:,.0f}", gloo)
-        shares = (f"{x:.3f}" for x in (ratio.median, ratio.p10, ratio.p90, again.median))
-        rows.append((kind, f"{int(nbytes):,}", *cells, *shares))
-    columns = ("collective", "bytes", "shared", "Gloo", "its form", "shared/Gloo", "p10", "p90", "control")
-    say(repr(Table(columns=columns, rows=tuple(rows), left=frozenset({"collective", "its form"}))))
-    waiting = max(rank["waiting"] for rank in ranks)
-    say(f"a rank that waits for another one takes {waiting:.2%} of a core")
-    return {**figures, "waiting_cores": waiting}
 
 
 def host(plans: Sequence[BenchPlan], work: Mapping[str, Any], say: Say) -> dict[str, Any]:

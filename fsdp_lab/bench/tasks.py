@@ -1,9 +1,4 @@
-"""What a rank of a bench does: `TASKS`, functions of its `BenchRank` and the job that return plain values.
-
-The bench of collectives times, after a barrier, as many of a size as make 4 MiB, one after the other, or a single larger
-one. Each is timed from its issue to the end of its wait, through `Wire`. A round measures all forms of a size in turns,
-every second round in the opposite order. The whole tensor is in the group's own memory where it has any, as our engine's and
-FSDP2's are."""
+"""What a rank of a bench does: `TASKS`, functions of its `BenchRank` and the job that return plain values."""
 
 import json
 import statistics
@@ -11,32 +6,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from queue import SimpleQueue
 from typing import Any, Self
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, distributed as dist
+from torch import distributed as dist
 
 from fsdp_lab.base.children import Send
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.bench.host import measure, time_calls
-from fsdp_lab.bench.interleave import beside, build_forms, interleave
+from fsdp_lab.bench.interleave import build_forms, interleave
 from fsdp_lab.bench.plan import BenchPlan
 from fsdp_lab.rank import Session
 from fsdp_lab.rank.rendezvous import RankInfo, close_groups, find_store, host_store, open_groups
 from fsdp_lab.rank.trainer import checksum
-from fsdp_lab.wire import ReductionOrder, Wire, WireContext, shared_memory
-
-SIZES_BYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)  # of the whole tensor
-WAIT_S = 1.0
-BATCH_BYTES = 4 << 20  # smaller ones are repeated
-SHARED, AGAIN = "shared", "shared-again"
-KINDS: Mapping[str, tuple[str, ...]] = {  # forms of each; those over Gloo differ in how it is asked
-    "all_gather": (SHARED, "gloo", AGAIN, "gloo-list"),
-    "reduce_scatter": (SHARED, "gloo", AGAIN, "gloo-native"),
-}
+from fsdp_lab.wire import Wire, WireContext, shared_memory
 
 Job = Mapping[str, Any]
 
@@ -98,66 +83,6 @@ def steps(rank: BenchRank, job: Job) -> dict[str, dict[str, Any]]:
         return interleave(rank.plan, forms, info, world)
 
 
-def wire(rank: BenchRank, job: Job) -> dict[str, Any]:
-    """`bench wire`."""
-    with rank.groups(shared_memory=True) as (_, world):
-        return {"seconds": time_collectives(world, rank.plan.steps), "waiting": time_a_wait(world)}
-
-
-def time_collectives(world: Wire, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of this rank by "kind/bytes" and form, one per round, after one to warm up. Collective."""
-    shared, gloo = (beside(world, shared_memory=on) for on in (True, False))
-    seconds: dict[str, dict[str, list[float]]] = {}
-    tensors = {group: {nbytes: _tensors(group, nbytes) for nbytes in SIZES_BYTES} for group in (shared, gloo)}
-    for i in range(rounds + 1):
-        for kind, forms in KINDS.items():
-            for nbytes in SIZES_BYTES:
-                of_size = seconds.setdefault(f"{kind}/{nbytes}", {form: [] for form in forms})
-                for form in forms if i % 2 else forms[::-1]:
-                    group = shared if form in (SHARED, AGAIN) else gloo
-                    issue = partial(_collective, group, kind, form, *tensors[group][nbytes])
-                    of_size[form].append(_timed(shared, issue, max(1, BATCH_BYTES // nbytes)))
-    world.barrier().wait()
-    return {name: {form: counted[1:] for form, counted in of_size.items()} for name, of_size in seconds.items()}
-
-
-def time_a_wait(world: Wire) -> float:
-    """The share of a core that rank 0 takes while it waits for another rank's collective. Collective."""
-    shared = beside(world, shared_memory=True)
-    shared.barrier().wait()
-    if shared.rank():
-        time.sleep(WAIT_S)
-    begun_s, cpu_s = time.perf_counter(), time.process_time()
-    shared.barrier().wait()
-    return 0.0 if shared.rank() else (time.process_time() - cpu_s) / (time.perf_counter() - begun_s)
-
-
-def _tensors(group: Wire, nbytes: int) -> tuple[Tensor, Tensor]:
-    """The whole, [W * n], and a rank's part, [n], in fp32."""
-    n = nbytes // 4 // group.size()
-    pool, numel = group.buffer_pool, group.size() * n
-    whole = torch.empty(numel, dtype=torch.float32) if pool is None else pool.empty(numel, torch.float32)
-    return whole.normal_(), torch.randn(n)
-
-
-def _collective(group: Wire, kind: str, form: str, whole: Tensor, part: Tensor) -> Any:
-    group.context.reduction = ReductionOrder.NATIVE if form == "gloo-native" else ReductionOrder.AUTO
-    if kind == "reduce_scatter":
-        return group.reduce_scatter_single(part, whole)
-    if form == "gloo-list":
-        return group.allgather([list(whole.chunk(group.size()))], [part])
-    return group.all_gather_single(whole, part)
-
-
-def _timed(shared: Wire, issue: Callable[[], Any], times: int) -> float:
-    """Seconds of one."""
-    shared.barrier().wait()
-    begun_s = time.perf_counter()
-    for _ in range(times):
-        issue().wait()
-    return (time.perf_counter() - begun_s) / times
-
-
 def train(rank: BenchRank, job: Job) -> list[dict[str, Any]]:
     """Some steps of each Spec from initial values. A Spec that fails has an "error" in place of figures."""
     with rank.session() as session:
@@ -189,4 +114,4 @@ def host(rank: BenchRank, job: Job) -> dict[str, Any]:
         return measure(rank.plan, job, info, world)
 
 
-TASKS: Mapping[str, Callable[[BenchRank, Job], Any]] = {f.__name__: f for f in (steps, wire, train, host, time_calls)}
+TASKS: Mapping[str, Callable[[BenchRank, Job], Any]] = {f.__name__: f for f in (steps, train, host, time_calls)}

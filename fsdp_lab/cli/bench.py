@@ -1,4 +1,4 @@
-"""`fsdp-lab bench`: `step`, `wire` and `gpu`, and what they share with tests/bench: refusals, environment, file."""
+"""`fsdp-lab bench`: `step`, `host` and `gpu`, and what they share with tests/bench: refusals, environment, file."""
 
 import argparse
 import math
@@ -110,13 +110,6 @@ def step(args: argparse.Namespace) -> dict[str, Any]:
     return results.step(planned(args, forms=forms, precision=args.precision, sharding=args.sharding), say)
 
 
-def wire(args: argparse.Namespace) -> dict[str, Any]:
-    from fsdp_lab.bench import results
-
-    at_least(args, "rounds", 2)
-    return results.wire(planned(args, forms=(bench_plan.LAB,), steps=args.rounds), say)
-
-
 def host(args: argparse.Namespace) -> dict[str, Any]:
     for name in ("rounds", "blocks", "layers"):
         at_least(args, name, 1)
@@ -152,11 +145,6 @@ STEP_OPTIONS: Options = {
     "sharding": {"choices": bench_plan.SHARDINGS, "default": BenchPlan.sharding, "help": f"of lab and fsdp2 {DEFAULT}"},
     "only": {"metavar": "FORM,FORM", "help": ONLY},
 }
-WIRE_OPTIONS: Options = {
-    "ranks": number(2, "rank processes"),
-    "rounds": number(30, "counted rounds"),
-    "device": {"choices": ["cpu"], "default": "cpu"},
-}
 HOST_OPTIONS: Options = {
     "ranks": {"type": int, "choices": (1, 2), "help": "rank processes (default: one, then two)"},
     **{"rounds": number(20), "blocks": number(48, "units"), "layers": number(6, "linear layers of a unit")},
@@ -166,6 +154,5 @@ HOST_OPTIONS: Options = {
 }
 BENCHES: tuple[Bench, ...] = (
     ("step", step, "step time of the backends, interleaved, as ratios", STEP_OPTIONS),
-    ("wire", wire, "collectives over shared memory, compared with Gloo", WIRE_OPTIONS),
     ("host", host, "what a backend costs on the host, in microseconds a unit", HOST_OPTIONS),
 )

@@ -1,4 +1,4 @@
-"""`fsdp-lab bench step`, `wire` and `host`, small: what they refuse, what they print, and that nothing of it stays."""
+"""`fsdp-lab bench step` and `host`, small: what they refuse, what they print, and that nothing of it stays."""
 
 import contextlib
 import json
@@ -13,13 +13,10 @@ import pytest
 import torch
 
 from fsdp_lab.base.errors import ArgumentError
-from fsdp_lab.bench import results
 from fsdp_lab.bench.host import FORMS, OURS
 from fsdp_lab.bench.plan import STEP, BenchError, BenchPlan, forms_named, place
 from fsdp_lab.bench.results import BenchResult, Spread, spread, step_figures
 from fsdp_lab.cli.main import main
-from tests.bench.in_pool import launched_in
-from tests.pool import Pool
 from tests.waiting import until
 
 TINY = ["--model", "gpt2-1m", "--seq-len", "8", "--device", "cpu"]
@@ -146,21 +143,6 @@ def test_host_time_is_that_beyond_plain_torch(
     for form, shares in figures["places"].items():
         assert sum(shares.values()) == pytest.approx(1) and shares["hooks"] > 0 and shares["gradients"] > 0
         assert (shares["wire"] > 0.01) == (ranks == 2) and len(figures["made"][form][0]) == 3
-
-
-@pytest.mark.nightly
-def test_shared_memory_is_compared_with_gloo(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(results, "launch", launched_in(pool))
-    file = tmp_path / "wire.json"
-    assert main(["bench", "wire", "--rounds", "2", "--json", str(file)]) == 0
-    figures, printed = json.loads(file.read_text()), capsys.readouterr().out
-    assert list(figures["ratios"]) == list(figures["control"])
-    assert {"all_gather/65536", "reduce_scatter/67108864"} < figures["ratios"].keys()
-    for ratio in figures["ratios"].values():
-        assert ratio["n"] == 2 and ratio["median"] > 0 and f"{ratio['median']:.3f}" in printed
-    assert 0 < figures["waiting_cores"] < 1 and "of a core" in printed
 
 
 @pytest.mark.slow
