@@ -6,6 +6,7 @@ import linecache
 from typing import Any
 
 from fsdp_lab.cluster.sent_code import with_code
+from fsdp_lab.runs.evaluation import EvalConfig
 from fsdp_lab.spec.spec import Spec
 from fsdp_lab.spec.workload import CODE_FIELDS
 
@@ -89,7 +90,9 @@ def spec(world_size: int = 2, **fields: Any) -> Spec:
     return Spec(world_size=world_size).replace(**with_code(fields or own()))
 
 
-def packed(made: Spec) -> dict[str, tuple[str, bytes]]:
-    """By digest, what is sent for a Spec: a name, and the object as bytes."""
+def packed(made: Spec | EvalConfig) -> dict[str, tuple[str, bytes]]:
+    """By digest, what is sent for a Spec, or for metrics: a name, and the object as bytes."""
+    if isinstance(made, EvalConfig):
+        return {made.code.digest: (made.code.name, made.code.packed)} if made.code else {}
     sent = made.workload.sent_code()
     return {sent[name].digest: (sent[name].name, sent[name].packed) for name in CODE_FIELDS if name in sent}

@@ -245,6 +245,7 @@ class StepEvent:
     spans: tuple[Span, ...] = ()  # of a traced step (the last of a chunk); empty in all others
     checksum: int | None = None  # this rank's part of the parameters' checksum (`fsdp_lab.rank.trainer.checksum`)
     eval_loss: float | None = None  # mean over held-out samples after this step, the same on every rank
+    eval_metrics: Mapping[str, float] = field(default_factory=dict)  # the user's own, by name, with `eval_loss`
     replica: int = 0  # which copy of the parameters this rank's shards belong to
     completions: tuple[Completion, ...] = ()  # of this rank's prompts, after an evaluation
     notes: tuple[str, ...] = ()  # how representative the times are
@@ -334,7 +335,7 @@ _PLAIN: Mapping[str, Callable[[Any], Any]] = {  # of fields of `StepEvent` that 
     "carriers": lambda carriers: [_fields(carrier) for carrier in carriers],
     **dict.fromkeys(("memory_curve", "completions", "spans"), lambda parts: [part.to_row() for part in parts]),
     **dict.fromkeys(("notes", "recompiled"), list),
-    "part_s": dict,
+    **dict.fromkeys(("part_s", "eval_metrics"), dict),
 }
 
 

@@ -16,12 +16,12 @@ from typing import Any
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.cluster.calls import Dispatcher
 from fsdp_lab.spec.spec import ENGINE_FIELD, Spec, part_of
-from fsdp_lab.spec.user_code import UserCode, loaded
+from fsdp_lab.spec.user_code import METRICS, UserCode, loaded
 from fsdp_lab.spec.workload import CODE_FIELDS
 
 _NOT_OWN = frozenset({"__main__", "fsdp_lab", "torch", "transformers", *sys.stdlib_module_names})  # wherever they are
 _PYTHON = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
-KEPT = 9  # functions, classes and datasets: those of three Specs
+KEPT = 12  # functions, classes, datasets and metrics: those of three runs
 
 
 class Delivery:
@@ -33,39 +33,40 @@ class Delivery:
         self._packed: dict[str, bytes] = {}  # by digest
         self._texts: dict[str, tuple[Any, str]] = {}  # of modules, with their __spec__, which a reload replaces
 
-    def check(self, spec: Spec) -> None:
-        """Raises SpecError for code that is neither here nor on all ranks."""
-        for name, code in spec.sent_code().items():
+    def check(self, spec: Spec, metrics: UserCode | None = None) -> dict[str, UserCode]:
+        """Returns the code by its field. Raises SpecError for code that is neither here nor on all ranks."""
+        codes = {f"{part_of(n)}.{n}": c for n, c in spec.sent_code().items()} | ({METRICS: metrics} if metrics else {})
+        for field, code in codes.items():
             if packed := code.packed or self._packed.get(code.digest):
                 self._packed.pop(code.digest, None)
                 self._packed[code.digest] = packed  # as the newest
                 for oldest in list(self._packed)[:-KEPT]:
                     del self._packed[oldest]
             elif self._lacking(code):
-                loaded(f"{part_of(name)}.{name}", code)
+                loaded(field, code)
+        return codes
 
-    def provide(self, spec: Spec) -> None:
+    def provide(self, spec: Spec, metrics: UserCode | None = None) -> None:
         """Sends what ranks lack. Raises SpecError as `check`, and of ranks that cannot use it; else as a call to them."""
-        self.check(spec)
-        self._send_modules(spec)
-        codes = spec.sent_code()
+        codes = self.check(spec, metrics)
+        self._send_modules(spec, always=metrics is not None)
         kept = {*self._packed, *(code.digest for code in codes.values())}
-        for name, code in codes.items():
+        for field, code in codes.items():
             if ranks := self._lacking(code):
                 packed = {"name": code.name, "digest": code.digest, "packed": self._packed[code.digest]}
-                arguments = {"field": f"{part_of(name)}.{name}", **packed, "kept": sorted(kept)}
+                arguments = {"field": field, **packed, "kept": sorted(kept)}
                 self._dispatcher.send("receive", dict.fromkeys(ranks, arguments)).results()
                 for member in (self._dispatcher.membership.members[rank] for rank in ranks):
                     member.code = (member.code & kept) | {code.digest}
 
-    def _send_modules(self, spec: Spec) -> None:
-        """Has the ranks use the user's own modules as this kernel does, where the Spec has code."""
+    def _send_modules(self, spec: Spec, *, always: bool) -> None:
+        """Has the ranks use the user's own modules as this kernel does, where the Spec has code, or `always`."""
         codes = {f"workload.{name}": getattr(spec.workload, name) for name in CODE_FIELDS if spec.workload.is_own}
         codes |= {ENGINE_FIELD: spec.strategy.engine} if spec.strategy.is_yours else {}
         for field, code in codes.items():
             with contextlib.suppress(SpecError):  # the ranks alone may have it
                 loaded(field, code)
-        modules = own_modules() if codes else ()
+        modules = own_modules() if codes or always else ()
         sent = {m.__name__: [str(file), self._text(m, file), folders] for m, file, folders in modules}
         if not sent:
             return

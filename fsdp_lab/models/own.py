@@ -10,11 +10,13 @@ and the loss draw, as dropout does, on (seed, first sample of the micro-batch; i
 both are equal for all backends, and for all world sizes at the same micro-batch."""
 
 import hashlib
+import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,14 +24,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from fsdp_lab.base.errors import Cause, SpecError
+from fsdp_lab.base.errors import ArgumentError, Cause, SpecError
 from fsdp_lab.base.tensors import map_tensors, tensors_in
 from fsdp_lab.models.build import freeze, parameters_on_meta, seed_of
+from fsdp_lab.models.check import model_facts
 from fsdp_lab.models.configs import first_line, resolve
 from fsdp_lab.models.flops import Flops, Recomputed, counted_flops
 from fsdp_lab.models.lora import adapted
-from fsdp_lab.models.sources import Batch, Indices, Source
-from fsdp_lab.spec.user_code import code_name, loaded
+from fsdp_lab.models.sources import IGNORED, Batch, CausalTokens, Indices, Source
+from fsdp_lab.spec.user_code import METRICS, code_name, loaded
 from fsdp_lab.spec.workload import Workload
 
 _MODEL, _LOSS, _DATA = "workload.model", "workload.loss", "workload.data"
@@ -327,3 +330,44 @@ def described(batch: Any) -> str:
     if isinstance(batch, (tuple, list)):
         return f"{type(batch).__name__}(" + ", ".join(map(described, batch[:8])) + ")"
     return f"a {type(batch).__name__}"
+
+
+Loss = Callable[[Batch], Tensor]
+Metrics = Mapping[str, Callable[[Any, Any], Any]]  # the user's, by name: see `EvalConfig`
+
+
+def measured(own: Metrics, source: Source, loss: Loss, module: nn.Module, batch: Batch) -> tuple[Tensor, list[float]]:
+    """The loss of a batch, and what each metric makes of it. Raises ArgumentError, which names the metric."""
+    if not own:
+        return loss(batch), []
+    returned: list[Any] = []
+    with module.register_forward_hook(lambda module, given, outputs: returned.append(outputs)):
+        found = loss(batch)
+    outputs, told = returned.pop(), list[float]()
+    if not isinstance(source, OwnSource):
+        kept = (batch["labels"] != IGNORED).reshape(len(batch["labels"]), -1).any(1)  # the others are padding
+        outputs, batch = outputs["logits"][kept].float(), batch["labels"][kept]
+        if isinstance(source, CausalTokens):
+            outputs, batch = outputs[:, :-1], batch[:, 1:]
+    for name, metric in own.items():
+        try:
+            told.append(float(metric(outputs, batch)))
+            if not math.isfinite(told[-1]):
+                raise ValueError(f"it returned {told[-1]}")
+        except _RAISED as e:
+            hint = f"it gets {described(outputs)} and {described(batch)}, and returns one finite number, a mean over samples"
+            raise ArgumentError(METRICS, f"{name} failed ({type(e).__name__}: {first_line(e)})", hint) from e
+    return found, told
+
+
+def try_metrics(metrics: Metrics, workload: Workload, source: Source) -> None:
+    """Calls them once, on a CPU: with the outputs of the user's module, or with random logits. Raises as `measured`."""
+    places = np.arange(min(2, workload.micro_batch), dtype=np.int64) % source.count
+    batch, loss = source.collate(places, places), objective(workload)
+    with seeded(workload.seed), torch.no_grad(), suppress(RuntimeError):  # of a module that needs a GPU
+        if workload.is_own:
+            module = OwnModel(workload).built().eval()
+        else:
+            facts, module, loss = model_facts(workload.model), nn.Identity(), nn.Module.__call__
+            batch["logits"] = torch.randn(*batch["labels"].shape, facts.vocab_size or facts.classes)
+        measured(metrics, source, partial(loss, module), module, batch)

@@ -19,6 +19,7 @@ from fsdp_lab.base.events import PhaseSnapshot, StepEvent
 from fsdp_lab.base.generation import Prompt, Sampling
 from fsdp_lab.base.hang import LONGEST_WORK_S, OWN_ENGINE_S, Heartbeat, LongWork, limit
 from fsdp_lab.models.batches import Batches
+from fsdp_lab.models.own import try_metrics
 from fsdp_lab.rank.abort import AbortProtocol
 from fsdp_lab.rank.calibration import HardwareProbe, calibration_trainers
 from fsdp_lab.rank.checkpointing import Checkpointer, drop, on_this_host, spread
@@ -147,7 +148,7 @@ class Session:
         `_evaluable`), which changes nothing. Live state moves into the new layout, unless `fresh`, or a field of LINEAGE
         differs: then training starts at step 0. Returns what `_applied` does."""
         start_s = time.perf_counter()
-        wanted, require = self._spec(spec), _evaluable(**required)
+        wanted, require = self._spec(spec), _evaluable(self._code, required)
         with self._exclusive():
             carried = self._lifecycle.apply(run, wanted, require, fresh=fresh)
         return self._applied(start_s, required.get("evaluated", 0), carried=carried)
@@ -160,18 +161,19 @@ class Session:
         evaluations: Mapping[int, int] = {},
         prompts: Sequence[Prompt] = (),
         sampling: Mapping[str, Any] = {},
+        metrics: str = "",
     ) -> dict[str, Any]:
         """Train so many steps, the last of them traced; collective. SIGINT on any rank ends the step in progress on all.
 
         `ledgers`: numbers of additional ledger steps. `checks`: of steps whose events get a checksum of the parameters.
-        `evaluations`: step number -> how many held-out samples to evaluate after it; the event gets their mean loss, and how
-        this rank's part of `prompts` goes on. If an evaluation is aborted, the step remains, without them.
+        `evaluations`: step number -> how many held-out samples to evaluate after it; the event gets their mean loss, the
+        `metrics` of a digest, and how this rank's part of `prompts` goes on. An aborted evaluation leaves the step as it is.
 
         Returns {"events", "stopped": whether it was interrupted, "step": the next one, "saves": see `Checkpointer.ended`}.
         Raises FieldError: no samples are held out, or of `prompts`; and as `Trainer.advance`."""
         trainer = self._lifecycle.require()
         trainer.batches.check_held_out(max(evaluations.values(), default=0))
-        wanted = Sampling(**sampling)
+        wanted, own = Sampling(**sampling), self._code[metrics] if metrics else {}
         texts = encoded(trainer.spec, trainer.batches, prompts, wanted) if prompts else []
         events: list[dict[str, Any]] = []
         self._leave_slow_motion()
@@ -193,7 +195,7 @@ class Session:
                             ended[-1] = trainer.checked(ended[-1])
                         try:
                             if at in evaluations:
-                                ended[-1] = trainer.evaluated(ended[-1], evaluations[at])
+                                ended[-1] = trainer.evaluated(ended[-1], evaluations[at], own)
                                 completed = completions(trainer, prompts, texts, wanted)
                                 ended[-1] = dataclasses.replace(ended[-1], completions=tuple(completed.values()))
                         finally:  # the step is committed, even if its evaluation failed
@@ -334,7 +336,7 @@ class Session:
         """As `apply`, with the values of the checkpoint at `path`, which may be of another backend, sharding and number of
         ranks. Raises FieldError if it is incomplete, or of another training; the live training may be dropped then."""
         start_s = time.perf_counter()
-        wanted, require = self._spec(spec), _evaluable(**required)
+        wanted, require = self._spec(spec), _evaluable(self._code, required)
         with self._exclusive():
             notes = self._lifecycle.restore(run, wanted, str(on_this_host(path)), require)
         return self._applied(start_s, required.get("evaluated", 0), carried=True, notes=notes)
@@ -516,14 +518,16 @@ class Session:
         )
 
 
-def _evaluable(evaluated: int = 0, prompts: Sequence[Prompt] = (), sampling: Mapping[str, Any] = {}) -> Require:
-    """Raises FieldError where none of the `evaluated` samples is held out, or the model cannot continue the prompts."""
-    wanted = Sampling(**sampling)
+def _evaluable(code: Mapping[str, Any], required: Mapping[str, Any]) -> Require:
+    """Raises FieldError where no sample to be "evaluated" is held out, "prompts" cannot be continued, or "metrics" fail."""
+    wanted = Sampling(**required.get("sampling", {}))
 
     def require(spec: Spec, batches: Batches) -> None:
-        batches.check_held_out(evaluated)
-        if prompts:
+        batches.check_held_out(required.get("evaluated", 0))
+        if prompts := required.get("prompts"):
             encoded(spec, batches, prompts, wanted)
+        if metrics := required.get("metrics"):
+            try_metrics(code[metrics], spec.workload, batches.source)
 
     return require
 

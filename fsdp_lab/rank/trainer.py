@@ -42,11 +42,11 @@ from fsdp_lab.backends import Backend
 from fsdp_lab.backends.base import scale_rates
 from fsdp_lab.backends.state import ForwardState, gather_json
 from fsdp_lab.base.events import Carrier, StepEvent
-from fsdp_lab.base.tensors import map_tensors
+from fsdp_lab.base.tensors import map_tensors, move
 from fsdp_lab.engine.schedule import Phase
 from fsdp_lab.models.batches import Batches
 from fsdp_lab.models.flops import BestPeak
-from fsdp_lab.models.own import drawing, seeded
+from fsdp_lab.models.own import Metrics, drawing, measured, seeded
 from fsdp_lab.models.sources import Batch
 from fsdp_lab.rank.ledger import LedgerResult
 from fsdp_lab.rank.measure import StepMeter, StepReader
@@ -229,23 +229,26 @@ class Trainer:
         replica = self.info.rank // self.spec.shard_factor  # the ranks of a shard group are consecutive
         return dataclasses.replace(event, checksum=checksum(self.backend), replica=replica)
 
-    def evaluated(self, event: StepEvent, samples: int) -> StepEvent:
-        """The event of the step that has just ended, with the mean loss of so many held-out samples, or of all; collective,
-        and not part of the step's time or traffic. Raises SpecError if there are none; RankAborted or WireTimeout."""
+    def evaluated(self, event: StepEvent, samples: int, metrics: Metrics) -> StepEvent:
+        """The event of the step that has just ended, with mean loss and metrics of so many held-out samples, or of all;
+        collective, not part of its time or traffic. Raises FieldError: none, or of a metric; RankAborted or WireTimeout."""
         total = torch.zeros((), dtype=torch.float64, device=self.info.device)
-        w = self.spec.workload
+        sums, w = torch.zeros(len(metrics), dtype=torch.float64), self.spec.workload
         with self.backend.evaluating():
             for number, (batch, counted) in enumerate(self.batches.held_out(samples)):
                 self.world.context.check()  # DDP has no collective here that checks
                 first = (number * self.info.world_size + self.info.rank) * w.micro_batch
                 own = seeded(w.seed, "evaluation", first, device=self.info.device)  # the same in each evaluation
-                with own if w.is_own else nullcontext():
-                    loss = self.backend.loss(batch).double()
+                with own if w.is_own or metrics else nullcontext():
+                    given = self.backend.loss, self.backend.module, move(batch, self.info.device)
+                    loss, told = measured(metrics if counted else {}, self.batches.source, *given)
+                    sums[: len(told)] += torch.tensor(told, dtype=torch.float64) * counted
                 self.world.context.set_unit("")
-                total += loss * counted if counted else 0.0
-        mean = total.cpu().reshape(1) / self.batches.check_held_out(samples)
+                total += loss.double() * counted if counted else 0.0
+        mean = torch.cat([total.cpu().reshape(1), sums]) / self.batches.check_held_out(samples)
         self.world.control(mean)
-        return dataclasses.replace(event, eval_loss=float(mean))
+        loss_told, *told = mean.tolist()
+        return dataclasses.replace(event, eval_loss=loss_told, eval_metrics=dict(zip(metrics, told, strict=True)))
 
     # -- phases ---------------------------------------------------------------------------------------------------
 

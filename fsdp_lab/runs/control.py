@@ -76,7 +76,8 @@ class RunControl:
         self.evaluate = EvalConfig.of(evaluate)
         self.saving, self.recovering = saving, recovering or RecoveryPolicy()
         self.reporter = reporter or Reporter()
-        self.check_evaluation(spec)
+        if self.evaluate is not None:
+            self.evaluate.check(spec)
         self.started_unix_s = time.time()
         self.ended_unix_s: float | None = None
         self.events = EventStore()
@@ -95,11 +96,6 @@ class RunControl:
         self.ledger_wanted = self.paused = self.suspending = self.suspended = False
         self.stop_s: float | None = None
         self.stop_reason = ""
-
-    def check_evaluation(self, spec: Spec) -> None:
-        """Raises SpecError where the Spec holds nothing out for the evaluation."""
-        if self.evaluate is not None:
-            self.evaluate.check(spec)
 
     def set_state(self, state: RunState, reason: str = "") -> None:
         """The one place where the state changes. Hold the lock."""

@@ -102,6 +102,7 @@ class Driver:
         self.recovery = Recovery(run.recovering, run.incidents)
         self.early_stopping = EarlyStopping(run.evaluate.patience if run.evaluate is not None else None)
         self._prepare, self._saved_by = prepare, saved_by
+        self._metrics = run.evaluate.code if run.evaluate is not None else None
 
     @property
     def step(self) -> int:
@@ -214,7 +215,7 @@ class Driver:
             # The parameters are checksummed after 1, 2, 4, 8, ... steps, and after the last.
             checks=[n for n in steps if (n + 1).bit_count() == 1 or n + 1 == progress.until],
             evaluations=evaluations,
-            **(evaluate.texts if evaluate is not None and evaluations else {}),
+            **(evaluate.arguments if evaluate is not None and evaluations else {}),
         )
         for result in results:  # again, for lost messages
             self._add_events(result["events"], attempt)
@@ -226,13 +227,14 @@ class Driver:
         step_times_s = [r["events"][-1]["step_time_s"] for r in results if r["events"]]
         progress.advance(len(first), int(results[0]["step"]), step_times_s)
         interrupted = any(r["stopped"] for r in results)
-        losses = {e["step"]: e["eval_loss"] for r in results for e in r["events"] if e["eval_loss"] is not None}
-        for step, loss in losses.items():
-            if self.early_stopping.take(step, loss) and not interrupted:
+        last = next((e for r in results for e in reversed(r["events"]) if e["eval_loss"] is not None), None)
+        if last is not None:
+            evaluation = Evaluation(last["step"], last["eval_loss"], last["eval_metrics"])
+            if self.early_stopping.take(evaluation) and not interrupted:
                 if self.checkpoints.config is not None:
                     self._save("best")
                 for callback in run.on_best:
-                    callback(Evaluation(step, loss))
+                    callback(evaluation)
         return interrupted
 
     def _add_events(self, events: Any, attempt: int) -> None:
@@ -266,6 +268,7 @@ class Driver:
             return
         self.progress.turn_left = self.progress.share or 0
         self._prepare(self.run.spec)
+        self.ranks.delivery.provide(self.run.spec, self._metrics)  # other runs' code may be there instead
         if self.call("resume", run=self.run.id)[0]["step"] is None:
             if self.progress.share is None:
                 self.call("unload")  # what the ranks hold is another run's
@@ -345,8 +348,8 @@ class Driver:
         that they have, if those fit and it is not to be `fresh`."""
         began_s = time.monotonic()
         before = self.run.spec if self.run.switches else None
-        self.ranks.delivery.provide(spec)
-        required = {"evaluated": self.run.evaluate.samples, **self.run.evaluate.texts} if self.run.evaluate else {}
+        self.ranks.delivery.provide(spec, self._metrics)
+        required = {"evaluated": self.run.evaluate.samples, **self.run.evaluate.arguments} if self.run.evaluate else {}
         result = self.call(what, run=self.run.id, spec=spec.to_dict(), **required, **arguments)[0]
         step, carried, seconds = int(result["step"]), bool(result["carried"]), time.monotonic() - began_s
         config = self.checkpoints.config

@@ -4,15 +4,18 @@ Only losses of the same samples are comparable. So a switch that changes what is
 evaluations, and a restart from an earlier step discards those after it; the events keep them all."""
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
-from fsdp_lab.base.errors import SpecError, check_whole
+from fsdp_lab.base.errors import ArgumentError, SpecError, check_whole
 from fsdp_lab.base.formatting import plural
 from fsdp_lab.base.generation import Prompt, Sampling, checked_prompts
+from fsdp_lab.cluster.sent_code import code_of
 from fsdp_lab.models.check import is_language
 from fsdp_lab.spec.spec import Spec
+from fsdp_lab.spec.user_code import METRICS, UserCode
 from fsdp_lab.spec.workload import SAMPLES, Workload
 
 # A change of model or seed begins at step 0 anyway.
@@ -26,14 +29,19 @@ class EvalConfig:
 
     `patience`: the run stops after so many consecutive evaluations that were not better than the best; None: never.
     `prompts`: texts or chats, as of `Lab.generate`, that a language model continues after each evaluation, as `sampling`
-    says. Raises ArgumentError for a
-    number that is not a whole number of 1 or more, or a prompt that is no text."""
+    says. `metrics`: functions of your own by name, sent as those of a Spec. Each returns one number, the mean over a batch.
+    For a module of your own it gets (outputs, batch): what `model(...)` returned last in the loss, and the batch. For one of
+    transformers it gets (logits, labels): of images (batch, classes) and (batch,), of text (batch, places, vocabulary) and
+    (batch, places), shifted for a causal model, so that `logits[:, i]` predicts `labels[:, i]`; a label of -100 does not
+    count. Raises ArgumentError for a number, prompt or metric that is none, SpecError for one that cannot be sent."""
 
     every: int
     samples: int = 64
     patience: int | None = None
     prompts: tuple[Prompt, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
+    metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
+    code: UserCode | None = field(init=False, repr=False, compare=False)  # all metrics together, as they are sent
 
     def __post_init__(self) -> None:
         check_whole("evaluate.every", self.every)
@@ -43,6 +51,12 @@ class EvalConfig:
             check_whole("evaluate.patience", self.patience, wanted=wanted)
         if self.prompts:
             object.__setattr__(self, "prompts", checked_prompts(self.prompts, "evaluate.prompts"))
+        for name, metric in (self.metrics if isinstance(self.metrics, Mapping) else {"": self.metrics}).items():
+            if not (isinstance(name, str) and re.fullmatch(r"(?!(loss|step)$)\w[\w .@+-]*", name) and callable(metric)):
+                hint = 'give functions by their names, such as {"accuracy": accuracy}; "loss" and "step" are taken'
+                raise ArgumentError(METRICS, f"{name!r}: {metric!r} is refused", hint)
+        sent: Any = code_of(METRICS, dict(self.metrics)) if self.metrics else None
+        object.__setattr__(self, "code", sent and UserCode("a metric", "", sent.digest, packed=sent.packed))
 
     @classmethod
     def of(cls, given: Self | int | None) -> Self | None:
@@ -56,9 +70,10 @@ class EvalConfig:
             raise SpecError("workload.held_out", reason, f"use held_out {share}", {"held_out": share})
 
     @property
-    def texts(self) -> dict[str, Any]:
-        """The arguments of a call that evaluates, for `prompts`."""
-        return {"prompts": list(self.prompts), "sampling": self.sampling.to_dict()} if self.prompts else {}
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of a call that evaluates, for `prompts` and `metrics`."""
+        texts = {"prompts": list(self.prompts), "sampling": self.sampling.to_dict()} if self.prompts else {}
+        return texts | ({"metrics": self.code.digest} if self.code is not None else {})
 
     def due(self, steps: range, until: int | None) -> dict[int, int]:
         """The first of `steps` after which to evaluate, with the number of samples; empty where there is none. `until`: the
@@ -67,10 +82,11 @@ class EvalConfig:
 
 
 class Evaluation(NamedTuple):
-    """The mean loss of the held-out samples after a step."""
+    """The mean loss of the held-out samples after a step, and the metrics of one's own by name."""
 
     step: int  # as in its event: the first is 0
     loss: float
+    metrics: Mapping[str, float] = {}
 
     @property
     def when(self) -> str:
@@ -97,11 +113,10 @@ class EarlyStopping:
         self.best: Evaluation | None = None
         self.stale = 0
 
-    def take(self, step: int, loss: float) -> bool:
+    def take(self, evaluation: Evaluation) -> bool:
         """Returns whether it is the best so far. A loss that is not finite never is."""
-        evaluation = Evaluation(step, loss)
         self.evaluations.append(evaluation)
-        better = math.isfinite(loss) and (self.best is None or loss < self.best.loss)
+        better = math.isfinite(evaluation.loss) and (self.best is None or evaluation.loss < self.best.loss)
         self.best = evaluation if better else self.best
         self.stale = 0 if better else self.stale + 1
         return better
@@ -111,7 +126,7 @@ class EarlyStopping:
         earlier = [e for e in self.evaluations if e.step < step]
         self._begin()
         for e in earlier:
-            self.take(*e)
+            self.take(e)
 
     def switched(self, before: Spec, after: Spec) -> None:
         """Another Spec continues with the same parameters. Discards all evaluations where it holds out other samples."""
@@ -134,7 +149,7 @@ class EarlyStopping:
             return ""
 
         def text(evaluation: Evaluation) -> str:
-            return f"{in_words(evaluation.loss, language=is_language(workload))} {evaluation.when}"
+            return f"{in_words(*evaluation[1:], language=is_language(workload))} {evaluation.when}"
 
         best = f", best {text(self.best)}" if self.best else ""
         return f"evaluation loss {text(self.evaluations[-1])}{best}"
@@ -142,12 +157,10 @@ class EarlyStopping:
 
 def perplexity(loss: float) -> float:
     """Perplexity of a language model. `loss`: mean, in nats per token."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
+    return math.inf if loss > 700 else math.exp(loss)
 
 
-def in_words(loss: float, *, language: bool) -> str:
-    """An evaluation loss as text, with the perplexity for a language model."""
-    return f"{loss:.4f} (perplexity {perplexity(loss):.4g})" if language else f"{loss:.4f}"
+def in_words(loss: float | None, metrics: Mapping[str, float], *, language: bool) -> str:
+    """An evaluation loss as text, with the perplexity for a language model, and the metrics; empty where there is none."""
+    told = "" if loss is None else f"{loss:.4f} (perplexity {perplexity(loss):.4g})" if language else f"{loss:.4f}"
+    return told + "".join(f", {name} {value:.4g}" for name, value in metrics.items())

@@ -128,7 +128,8 @@ class Run(RunControl, RunQueries, Awaited["Run"]):
                 changes.setdefault("devices", None)  # a list for another number of ranks
             wanted = base.replace(**with_code(changes))
             self._check_ranks(wanted)
-            self.check_evaluation(wanted)
+            if self.evaluate is not None:
+                self.evaluate.check(wanted)
             if not anyway:
                 require_memory(wanted, self._driver.ranks.memory, "lab.current.apply", former=self.spec)
             self.pending = wanted

@@ -76,6 +76,11 @@ class Step:
         return next((e.eval_loss for e in self.events if e.eval_loss is not None), None)
 
     @property
+    def eval_metrics(self) -> Mapping[str, float]:
+        """The user's own, by name; empty where `eval_loss` is None."""
+        return next((e.eval_metrics for e in self.events if e.eval_metrics), {})
+
+    @property
     def completions(self) -> tuple[Completion, ...]:
         """The texts of its evaluation, in the order of the prompts, which the ranks take in turns."""
         turns = itertools.zip_longest(*(e.completions for e in self.events))

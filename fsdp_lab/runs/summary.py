@@ -65,11 +65,10 @@ def summarize(spec: Trained, steps: Sequence[Step]) -> dict[str, Any]:
 
 
 def evaluated(steps: Sequence[Step]) -> dict[str, Any]:
-    """Evaluation losses, and the least finite one; empty for a run without evaluations."""
-    losses = [{"step": s.number, "loss": s.eval_loss} for s in steps if s.eval_loss is not None]
-    finite = [e for e in losses if math.isfinite(e["loss"])]
-    best = min(finite, key=lambda e: float(e["loss"]), default=None)
-    return {"evaluations": losses, "best_evaluation": best} if losses else {}
+    """Evaluation losses with metrics, by name, and the least finite one; empty for a run without evaluations."""
+    whole = [{"step": s.number, "loss": loss, **s.eval_metrics} for s in steps if (loss := s.eval_loss) is not None]
+    best = min([e for e in whole if math.isfinite(e["loss"])], key=itemgetter("loss"), default=None)
+    return {"evaluations": whole, "best_evaluation": best} if whole else {}
 
 
 def counting(steps: Sequence[Step]) -> Sequence[Step]:

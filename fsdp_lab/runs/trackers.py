@@ -41,6 +41,7 @@ def step_metrics(step: Step) -> dict[str, float]:
         "loss_metrics/global_avg_loss": step.mean_loss,
         "loss_metrics/global_max_loss": None if math.isnan(sum(losses)) else max(losses),
         "validation_metrics/loss": step.eval_loss,
+        **{f"validation_metrics/{name}": value for name, value in step.eval_metrics.items()},
         "grad_norm": next((e.grad_norm for e in events if not math.isnan(e.grad_norm)), None),
         "lr": events[0].lr,
         "throughput(tps)": fmean(e.tokens for e in events) / seconds or None,

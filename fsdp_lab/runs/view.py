@@ -287,12 +287,12 @@ class RunQueries:
             if before is not None and spec is not None:
                 early_stopping.switched(before, spec)
             before = spec or before
-            early_stopping.take(step.number, step.eval_loss)
+            early_stopping.take(Evaluation(step.number, step.eval_loss, step.eval_metrics))
         return early_stopping
 
     @property
     def evaluations(self: RunView) -> tuple[Evaluation, ...]:
-        """(step, mean loss of the held-out samples), oldest first."""
+        """(step, mean loss of the held-out samples, own metrics by name), oldest first."""
         return tuple(self.early_stopping.evaluations)
 
     @property
@@ -339,7 +339,7 @@ class RunQueries:
         steps = {name: [s for s in run.events.steps() if s.counts or not timed] for name, run in runs.items()}
         points = {name: [(float(s.number), value(s)) for s in some] for name, some in steps.items()}
         lines = {name: [p for p in some if math.isfinite(p[1])] for name, some in points.items()}
-        rings = [e for e in self.early_stopping.evaluations if what == "loss" and math.isfinite(e[1])]
+        rings = [e[:2] for e in self.early_stopping.evaluations if what == "loss" and math.isfinite(e.loss)]
         changes = {s.step: s.before.difference(s.after) for s in self.switches if s.before is not None}
         marks = {step: describe_changes(change, "to") or "resumed" for step, change in changes.items()}
         return curves(lines, rings, marks, label=label, zero=what != "loss")

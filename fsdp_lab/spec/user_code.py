@@ -12,6 +12,7 @@ from typing import Any
 from fsdp_lab.base.errors import SpecError
 
 _NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*(\.\w+)*")
+METRICS = "evaluate.metrics"  # the field of code that is in no Spec
 _KEYS = ("code", "source", "digest", "missing")
 
 

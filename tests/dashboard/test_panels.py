@@ -76,7 +76,8 @@ def test_a_panel_draws_what_it_writes(make, ranks):
     frame = StepAxis()
     panel = make(frame, ranks)
     panel.update([])
-    told = steps(30, ranks)
+    evaluated = {"eval_loss": 4.0, "eval_metrics": {"f1": 0.5}}
+    told = [Step(events=tuple(dataclasses.replace(e, **evaluated) for e in s.events)) for s in steps(30, ranks)]
     frame.follow(told)
     frame.mark_all([(12, "bf16", "step 12: precision fp32 → bf16")])
     panel.update(told[:10])
@@ -127,13 +128,20 @@ def test_evaluations_are_points_in_the_plot_of_the_loss_and_in_its_words(languag
     told = steps(5)
     panel.update(told[:2])
     assert [key.label for key in panel.captions().legend] == ["mean of all ranks"]
-    of_rank_1 = dataclasses.replace(told[3].events[1], eval_loss=9.0)  # rank 0 gave it up
+    own = {"accuracy": 0.25, "f1": 0.5, "recall": 1.0, "errors": 40.0}
+    of_rank_1 = dataclasses.replace(told[3].events[1], eval_loss=9.0, eval_metrics=own)  # rank 0 gave it up
     panel.update([told[2], Step(events=(told[3].events[0], of_rank_1)), told[4]])
-    drawn = columns(panel)
+    drawn, words = columns(panel), f"{words}, accuracy 0.25, f1 0.5, recall 1, errors 40"
     assert [step for step, loss in zip(drawn["step"], drawn["eval_loss"], strict=True) if loss == 9] == [3]
     assert drawn["loss"] == [s.events[0].mean_loss for s in told]
     assert panel.sources[0].all().texts["evaluation"] == ["", "", "", words, ""]
-    assert len(panel.captions().legend) == 2 and f"Held-out loss {words} after 4 steps." in panel.captions().note
+    assert panel.sources[1].all().numbers.T.tolist() == [[3, 0.25, 0.5, 1]]
+    said, patches = panel.captions(), panel.patches()
+    assert [key.label for key in said.legend] == ["mean of all ranks", "held-out samples", "accuracy", "f1", "recall"]
+    assert said.reading.endswith(" at step 4, accuracy 0.25, f1 0.5, recall 1, errors 40")
+    assert f"Held-out loss {words} after 4 steps. 1 more not drawn." in said.note
+    assert patches["loss.metric_2.y"]["start"] < 0.5 < patches["loss.metric_2.y"]["end"]
+    assert patches["loss.metric_2.axis"] == {"visible": True, "axis_label": "f1"}
     assert panel.patches()["loss.y"]["end"] > 9
     assert panel.patches()["loss.axis"] == {"axis_label": "loss (nats per token)" if language else "loss"}
 

@@ -21,21 +21,21 @@ BEST = EVAL_LOSSES.index(min(EVAL_LOSSES[:5]))
 
 def test_a_judge_knows_the_best_and_when_it_is_enough():
     judge = EarlyStopping(patience=3)
-    better = [judge.take(step, loss) for step, loss in enumerate(EVAL_LOSSES[:5])]
-    assert better == [True, True, False, True, True] and judge.best == (4, 5.0) and not judge.reason
-    assert [judge.take(5, 5.0), judge.take(6, math.nan)] == [False, False] and judge.stale == 2
-    assert not judge.reason and not judge.take(7, -math.inf)
+    better = [judge.take(Evaluation(*one)) for one in enumerate(EVAL_LOSSES[:5])]
+    assert better == [True, True, False, True, True] and judge.best == Evaluation(4, 5.0) and not judge.reason
+    assert not judge.take(Evaluation(5, 5.0)) and not judge.take(Evaluation(6, math.nan)) and judge.stale == 2
+    assert not judge.reason and not judge.take(Evaluation(7, -math.inf))
     assert judge.reason == "the evaluation loss has not fallen below 5 (after 5 steps) in 3 evaluations"
     judge.forget(4)
-    assert judge.best == (3, 6.0) and judge.stale == 0 and len(judge.evaluations) == 4
+    assert judge.best == Evaluation(3, 6.0) and judge.stale == 0 and len(judge.evaluations) == 4
     judge.switched(SPEC, SPEC.replace(lr=1.0))
-    assert judge.best == (3, 6.0)
+    assert judge.best == Evaluation(3, 6.0)
     judge.switched(SPEC, SPEC.replace(held_out=0.1))
     assert judge.best is None and judge.evaluations == []
     judge = EarlyStopping(patience=1)
-    judge.take(0, math.nan)
+    judge.take(Evaluation(0, math.nan))
     assert judge.reason == "the evaluation loss was not finite in 1 evaluation" and judge.best is None
-    assert not any((EarlyStopping().take(0, math.nan), EarlyStopping().reason, EarlyStopping().words(Workload())))
+    assert not EarlyStopping().reason and not EarlyStopping().words(Workload())
 
 
 def test_refusals_come_before_anything_starts(lab: Lab):
@@ -43,6 +43,9 @@ def test_refusals_come_before_anything_starts(lab: Lab):
                          ({"every": 1, "patience": 0}, "patience")):  # fmt: skip
         with pytest.raises(ArgumentError, match=rf"evaluate\.{field}: .* is refused; give a whole number of 1 or more"):
             EvalConfig(**given)
+    for metrics in ({"loss": max}, {"": max}, {"a": 1}, [max], {3: max}):
+        with pytest.raises(ArgumentError, match="evaluate.metrics: .* is refused; give functions by their names"):
+            EvalConfig(every=1, metrics=metrics)
     before = lab.current
     for options, field in (({"evaluate": 0}, "evaluate.every"), ({"evaluate": 1, "held_out": 0}, "workload.held_out")):
         with pytest.raises(FieldError) as refused:
@@ -89,10 +92,10 @@ def test_what_is_gone_back_behind_is_forgotten_live_and_on_disk(lab: Lab):
     run = lab.run(evaluate=1)
     until(lambda: len(run.evaluations) > 5)
     run.apply(lr=0.5).wait(10)
-    assert run.best == (BEST, EVAL_LOSSES[BEST]), "another rate goes on"
+    assert run.best == Evaluation(BEST, EVAL_LOSSES[BEST]), "another rate goes on"
     switched = run.apply(seed=5).wait(10)
     until(lambda: len(run.evaluations) > 1)
-    assert not switched.carried and run.evaluations[0] == (0, EVAL_LOSSES[0])
+    assert not switched.carried and run.evaluations[0] == Evaluation(0, EVAL_LOSSES[0])
     before = run.apply(seq_len=64).wait(10).step
     until(lambda: len(run.evaluations) > 1)
     run.stop(10)

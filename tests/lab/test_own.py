@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.base.errors import SpecError
+from fsdp_lab.base.errors import ArgumentError, SpecError
 from fsdp_lab.cluster import code_delivery
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import RunState
@@ -21,15 +21,21 @@ from tests.waiting import until
 pytestmark = pytest.mark.slow
 lab = pytest.fixture(lambda real_lab: real_lab)
 
+ENTROPY = "\nentropy = lambda outputs, batch: F.cross_entropy(outputs, batch['y']) / (len(outputs) < 3)\n"
+EVALUATING = EvalConfig(every=3, samples=12, metrics={"entropy": cell(TEXT + ENTROPY, 31)["entropy"]})
+
 
 def test_a_cells_code_trains_and_its_source_is_stored(lab: Lab) -> None:
-    run = lab.run(**own(), steps=4, evaluate=EvalConfig(every=3, samples=2)).wait(90)
+    run = lab.run(**own(), steps=4, evaluate=EVALUATING).wait(90)
     assert run.state is RunState.FINISHED and len(losses(run)) == 4, run.reason
     entry = run.summary()
+    assert [e["entropy"] for e in entry["evaluations"]] == pytest.approx([e.loss for e in run.evaluations])
+    assert f", entropy {run.evaluations[-1].loss:.4g} after 4 steps" in str(run.table())
     assert entry["memory_at_peak_bytes"] and entry["comm_bytes_per_step"]["all_gather"] > 0
     assert "loss" in str(run.table())
     lab.history.flush()
     stored = lab.runs()[0]
+    assert stored.evaluations == run.evaluations and stored.summary() == entry
     assert stored.spec == run.spec and "class Block(nn.Module)" in stored.spec.workload.model["source"]
     assert losses(lab.run(stored.spec, steps=4).wait(90)) == losses(run), "the lab remembers what it has sent"
 
@@ -45,14 +51,17 @@ def test_ranks_keep_the_newest_code_alone(lab: Lab, monkeypatch: pytest.MonkeyPa
 def test_a_killed_rank_is_replaced_and_gets_the_code_again(lab: Lab, tmp_path: Path) -> None:
     steady = lab.run(**own(), steps=15).wait(90)
     names = cell(TEXT, 9)
-    run = lab.run(**own(names, data=names["Samples"]()), steps=15, save=str(tmp_path), recover=True)
-    until(lambda: run.step > 2 or run.done)
+    run = lab.run(
+        **own(names, data=names["Samples"]()), steps=15, save=str(tmp_path), recover=True, evaluate=EVALUATING
+    )
+    until(lambda: run.step > 4 or run.done)
     told = " ".join(run.notes)
     assert "Checkpoints only at the end" in told and "as a script: data: it is an object" in told
     assert "as a script" not in " ".join(steady.notes)
     lab.drill("kill", rank=1)
     run.wait(120)
     assert run.state is RunState.FINISHED, run.reason
+    assert [(e.step, [*e.metrics]) for e in run.evaluations] == [(n, ["entropy"]) for n in (2, 5, 8, 11, 14)]
     assert len(run.incidents) == 1 and losses(run)[14] == losses(steady)[14]
     alone = lab.resume(tmp_path, world_size=1, micro_batch=4, steps=2).wait(120)
     assert alone.state is RunState.FINISHED, alone.reason
@@ -73,6 +82,10 @@ def test_what_cannot_be_sent_or_used_is_refused_and_the_lab_goes_on(lab: Lab, tm
     for changes, said in refused:
         with pytest.raises(SpecError, match=said):
             lab.run(**own(names, **changes))
+    wrong = lab.run(**own(micro_batch=3, held_out=0.25), steps=4, evaluate=EVALUATING)  # it is tried on two samples
+    with pytest.raises(ArgumentError, match=r"evaluate.metrics: entropy failed \(ValueError: it returned inf\)"):
+        wrong.wait(60)
+    assert wrong.step == 3 and wrong.reason.startswith("evaluate.metrics: entropy failed")
     (tmp_path / "only_here.py").write_text("class Net: ...\n")
     named = lab.run(**own(names, model="only_here:Net"), steps=1)
     with pytest.raises(SpecError, match="workload.model: only_here:Net cannot be imported on this rank"):

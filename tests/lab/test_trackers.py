@@ -51,11 +51,11 @@ def test_names_are_torchtitans_and_what_is_unknown_is_left_out():
     gathers = {"all_gather": Traffic(exposed_seconds=0.02), "control": Traffic(exposed_seconds=0.01)}
     memory = Memory(peak_bytes=GIB, reserved_bytes=2 * GIB)
     known = {"peak_flops_per_s": 1e11, "lr": 0.5, "input_s": 0.01, "comm": gathers, "memory": memory}
-    events = [event(rank, 3, loss=5.0 + rank, **known) for rank in range(2)]
+    events = [event(rank, 3, loss=5.0 + rank, eval_metrics={"f1": 0.5}, **known) for rank in range(2)]
     events[1] = replace(events[1], step_time_s=0.2, eval_loss=4.0, comm={}, memory=replace(memory, peak_bytes=3 * GIB))
     assert step_metrics(Step(events=tuple(events))) == pytest.approx({
         "loss_metrics/global_avg_loss": 2.0, "loss_metrics/global_max_loss": 6.0, "validation_metrics/loss": 4.0,
-        "grad_norm": 1.0, "lr": 0.5, "throughput(tps)": 500.0, "tflops": 0.005, "mfu(%)": 7.5,
+        "validation_metrics/f1": 0.5, "grad_norm": 1.0, "lr": 0.5, "throughput(tps)": 500.0, "tflops": 0.005, "mfu(%)": 7.5,
         "time_metrics/end_to_end(s)": 0.2, "time_metrics/data_loading(s)": 0.01, "time_metrics/data_loading(%)": 5.0,
         "memory/max_active(GiB)": 3.0, "memory/max_reserved(GiB)": 2.0,
         "comm_metrics/exposed(s)": 0.015, "comm_metrics/exposed(%)": 7.5,

@@ -165,7 +165,7 @@ def _as_it_was(s: Session) -> bool:
 
     event = trainer.step()
     modes, held_bytes, buffers = look()
-    trainer.evaluated(event, SAMPLES)
+    trainer.evaluated(event, SAMPLES, {})
     after = look()
     return (modes, held_bytes) == after[:2] and all(torch.equal(a, b) for a, b in zip(buffers, after[2], strict=True))
 

@@ -1,6 +1,7 @@
-"""A module, a loss and a dataset of one's own on ranks: equal under all backends, switched, saved, and refused."""
+"""A module, a loss, a dataset and metrics of one's own on ranks: equal under backends, switched, saved, and refused."""
 
 import itertools
+import math
 import os
 import re
 import signal
@@ -10,13 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.cluster.sent_code import unpacked
+from fsdp_lab.runs.evaluation import EvalConfig
 from fsdp_lab.spec.checkpoint_format import check_same, find
 from fsdp_lab.spec.spec import Spec
 from tests.own import TEXT, cell, own, packed, spec
 from tests.pool import Place, Pool
+from tests.rank.test_generation import RESNET, SAMPLES, T5
+from tests.rank.test_labels import BERT
 from tests.rank.test_session import (
     BACKENDS,
     DDP,
@@ -29,6 +35,7 @@ from tests.rank.test_session import (
     fails,
     play,
     session,
+    spec as of_text,
     train as steps,
 )
 
@@ -93,7 +100,7 @@ def _play_own(place: Place, sent: Any, calls: Sequence[Call]) -> list[Any]:
         return answers(s, calls)
 
 
-def play_own(pool: Pool, *calls: Call, specs: Sequence[Spec], world_size: int = 2) -> list[list[Any]]:
+def play_own(pool: Pool, *calls: Call, specs: Sequence[Spec | EvalConfig], world_size: int = 2) -> list[list[Any]]:
     """By rank, the answers of a Session to some calls, which has the code of these Specs."""
     sent = {k: v for made in specs for k, v in packed(made).items()}
     return pool.run(_play_own, world_size, sent, calls, reduction=None)
@@ -265,3 +272,52 @@ def test_code_that_was_not_sent_and_names_that_cannot_be_imported_are_refused(po
     ((unsent, unknown),) = play(pool, 1, fails(apply(spec(1))), fails(apply(named)))
     assert "workload.model: the code of build is not here" in unsent
     assert "workload.model: no_such.module:build cannot be imported on this rank (No module named" in unknown
+
+
+# -- metrics ---------------------------------------------------------------------------------------------------------
+METRICS = {"entropy": lambda logits, labels: F.cross_entropy(logits.flatten(0, -2), labels.flatten()),
+           "accuracy": lambda logits, labels: (logits.argmax(-1) == labels)[labels != -100].float().mean()}  # fmt: skip
+WRONG: dict[str, Any] = {
+    r"ZeroDivisionError: .*\); it gets float32 \(2, 31, 384\) and int64 \(2, 31\),": lambda *given: 1 / 0,
+    "ValueError: only one element .*, and returns one finite number": lambda *given: torch.zeros(3),
+    r"ValueError: it returned nan\)": lambda *given: math.nan,
+    r"TypeError: float\(\) argument must be a": lambda *given: None,
+}
+
+
+def evaluating(given: Spec, config: EvalConfig) -> list[Call]:
+    """Two steps with an evaluation after each, once the metrics are tried."""
+    asked, evaluations = config.arguments, dict.fromkeys(range(2), SAMPLES)
+    return [apply(given, fresh=True, evaluated=SAMPLES, **asked), steps(2, evaluations=evaluations, **asked)]
+
+
+@pytest.mark.slow
+def test_metrics_get_the_places_and_weights_of_the_loss_and_equal_bits_under_backends(pool: Pool) -> None:
+    """A cross entropy as a metric is the held-out loss."""
+    config = EvalConfig(every=1, metrics=METRICS)
+    of_own = EvalConfig(every=1, metrics={"entropy": lambda outputs, batch: F.cross_entropy(outputs, batch["y"])})
+    kinds: list[dict[str, Any]] = [{"model": BERT}, {"model": T5, **DDP}, {"model": RESNET, "data": "images"}]
+    made = [(of_text(**kind), config) for kind in kinds]
+    for backend in ("lab", "fsdp2"):
+        made += [(of_text(backend=backend), config), (spec().replace(backend=backend), of_own)]
+    calls = [one for given in made for one in evaluating(*given)]
+    told = play_own(pool, *calls, specs=[config, of_own, made[-1][0]])
+    found, other = ([[e["eval_metrics"] for e in a["events"]] for a in answers[1::2]] for answers in told)
+    assert found == other and found[3:5] == found[5:], "on every rank, and under lab and fsdp2"
+    for metrics, answer in zip(found, told[0][1::2], strict=True):
+        assert [m["entropy"] for m in metrics] == pytest.approx([e["eval_loss"] for e in answer["events"]], rel=1e-5)
+        assert all(0 <= m.get("accuracy", 0) < 1 for m in metrics) and metrics[0] != metrics[1]
+
+
+def test_a_wrong_metric_is_told_by_its_name_before_it_trains_or_when_it_is_found(pool: Pool) -> None:
+    """A step that was made stays, and the ranks go on."""
+    configs = [EvalConfig(every=1, metrics={**METRICS, "own": wrong}) for wrong in WRONG.values()]
+    rare = EvalConfig(every=1, metrics={"own": lambda logits, labels: math.nan if len(labels) == 1 else 1.0})
+    tried, trained = evaluating(of_text(), rare)  # on two samples; the last evaluated is alone on rank 1
+    calls = [*(fails(evaluating(of_text(), config)[0]) for config in configs), tried, fails(trained), steps(1)]
+    told = play_own(pool, apply(of_text()), *calls, specs=[*configs, rare])
+    for _, *refused, _, _, last in told:
+        for said, wanted in zip(refused, WRONG, strict=True):
+            assert re.search(rf"^ArgumentError: evaluate.metrics: own failed \({wanted}", said), said
+        assert [e["step"] for e in last["events"]] == [1]
+    assert [answers[-2].split(":")[0] for answers in told] == ["RankAborted", "ArgumentError"]

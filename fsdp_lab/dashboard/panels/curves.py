@@ -3,13 +3,13 @@
 import math
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-from bokeh.models import ColumnDataSource, Range1d
+from bokeh.models import ColumnDataSource, LinearAxis, LinearScale, Range1d
 from bokeh.plotting import figure
 
 from fsdp_lab.base.events import StepEvent
@@ -24,6 +24,7 @@ from fsdp_lab.runs.summary import Peaks
 
 POINT_PX = 7
 MOST_EVALUATIONS, MOST_PROMPTS = 5, 4
+METRICS = {"metric_1": "communication.all_gather", "metric_2": "memory.optimizer", "metric_3": "timeline.backward"}
 LONGEST = 400  # characters of a text in a cell; the rest is in its tooltip
 SMALL_LOSS = 0.01
 LEAST_TFLOPS = 0.1  # below it the unit is GFLOPS
@@ -101,8 +102,8 @@ class CurvePanel(Panel):
 
 
 class LossPanel(CurvePanel):
-    """Mean loss of all ranks over steps; it continues across changes of strategy. The mean loss of held-out samples is a
-    point at the step of its evaluation. The learning rate is in the note and the tooltip."""
+    """Mean loss of all ranks over steps, across changes of strategy. The mean loss of held-out samples is a point, and each
+    of the first three metrics a line with an axis on the right. The learning rate is in the note and the tooltip."""
 
     name = measure = "loss"
     title = "Loss"
@@ -111,9 +112,12 @@ class LossPanel(CurvePanel):
     fitted, zero, timed = ("loss", "eval_loss"), False, False
 
     def __init__(self, frame: StepAxis, world_size: int) -> None:
+        self._told = Columns("loss.metrics", ["step", *METRICS], limit=STEP_LIMIT)
         super().__init__(frame, "loss", ["loss", "grad_norm", "eval_loss"])
-        self._range = SpanRange()
+        self.sources = (*self.sources, self._told)
+        self._range, self._spans = SpanRange(), [SpanRange() for _ in METRICS]
         self._evaluated = ""  # the last evaluation as a sentence
+        self._newest: Mapping[str, float] = {}  # metrics
 
     def _draw(self, fig: figure, source: ColumnDataSource) -> None:
         self._frame.overlays.draw(fig, "loss")
@@ -125,15 +129,27 @@ class LossPanel(CurvePanel):
         points = fig.scatter("step", "eval_loss", source=source, **look)
         draw.tint(points.glyph, line_color="ink.peak", fill_color="ink.gap")
         draw.hover(fig, points, [("step", "@step"), ("held-out loss", "@evaluation")])
+        told = draw.twin(self._told)
+        fig.extra_y_ranges |= {name: Range1d(start=0, end=1, name=f"loss.{name}.y") for name in METRICS}
+        fig.extra_y_scales = {name: LinearScale() for name in METRICS}  # also where that of the loss is logarithmic
+        for name, ink in METRICS.items():
+            draw.line(fig, told, name, ink, line_width=draw.LINE_PX, y_range_name=name)
+            dots = fig.scatter("step", name, source=told, size=5, line_alpha=0, y_range_name=name)
+            draw.tint(dots.glyph, fill_color=ink)
+            axis = LinearAxis(y_range_name=name, axis_label=name, name=f"loss.{name}.axis", visible=False)
+            draw.simplify_axis(axis, "0,0.[000000]")
+            fig.add_layout(axis, "right")
 
     def _write(self, steps: Sequence[Step]) -> None:
         rows, evaluations = [], list[str]()
         for s in steps:
             loss = s.eval_loss
-            evaluations.append("" if loss is None else in_words(loss, language=self._frame.language))
+            evaluations.append(in_words(loss, s.eval_metrics, language=self._frame.language))
             rows.append([s.number, s.mean_loss, s.events[0].grad_norm, math.nan if loss is None else loss])
             if loss is not None:
                 self._evaluated = f"Held-out loss {evaluations[-1]} after {s.number + 1:,} steps. "
+                self._newest = s.eval_metrics
+                self._told.append([[s.number, *[*self._newest.values(), *[math.nan] * len(METRICS)][: len(METRICS)]]])
         self._table.append(rows, {"evaluation": evaluations, "rate": [_rate(s.events[0]) for s in steps]})
 
     def _describe(self, last: Step) -> Captions:
@@ -142,15 +158,22 @@ class LossPanel(CurvePanel):
         e = last.events[0]
         norm = "" if math.isnan(e.grad_norm) else f"Gradient norm {figures(e.grad_norm)}. "
         rate = "" if e.lr is None else f"Learning rate {_rate(e)}. "
+        keys += [Key(label=n, token=ink, hatch="line") for n, ink in zip(self._newest, METRICS.values(), strict=False)]
+        more = f"{n} more not drawn." if (n := len(self._newest) - len(METRICS)) > 0 else ""
         return Captions(
-            reading=f"{loss} at step {last.number:,}",
+            reading=", ".join([f"{loss} at step {last.number:,}", *(f"{n} {v:.4g}" for n, v in self._newest.items())]),
             legend=(Key(label="mean of all ranks", token="ink.mean", hatch="line"), *keys),
-            note=f"{norm}{rate}{self._evaluated}".strip(),
+            note=f"{norm}{rate}{self._evaluated}{more}".strip(),
         )
 
     def patches(self) -> Patches:
         unit = "loss (nats per token)" if self._frame.language else "loss"
-        return {**super().patches(), "loss.axis": {"axis_label": unit}}
+        found = {**super().patches(), "loss.axis": {"axis_label": unit}}
+        for name, label, span in zip(METRICS, self._newest, self._spans, strict=False):
+            start, end = span.cover(self._told.column(name))
+            found[f"loss.{name}.y"] = {"start": start, "end": end}
+            found[f"loss.{name}.axis"] = {"visible": True, "axis_label": label}
+        return found
 
     def _shown(self) -> Sequence[Numbers]:
         return calm(self._table.column("loss")), self._table.column("eval_loss")
@@ -396,7 +419,7 @@ class CompletionsPanel(Panel):
     def _row(self, step: Step, prompts: Sequence[str]) -> tuple[str | Cell, ...]:
         texts = {c.prompt: c.text for c in step.completions}
         cells = [Cell(text=_cut(texts[p], LONGEST), title=texts[p]) if p in texts else Cell(text="–") for p in prompts]
-        loss = "" if step.eval_loss is None else in_words(step.eval_loss, language=self._frame.language)
+        loss = in_words(step.eval_loss, step.eval_metrics, language=self._frame.language)
         return (f"{step.number:,}", loss, *cells)
 
 
