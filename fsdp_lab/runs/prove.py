@@ -93,6 +93,7 @@ class RecordedStep:
     """`batch`: a digest of the inputs of all ranks. `loss`: the mean over ranks and micro-batches; NaN: unknown."""
 
     batch: int
+    rows: int  # of all inputs
     loss: float
     world_size: int
     values: Mapping[Key, Piece]  # whole tensors, in the order in which they were computed
@@ -105,6 +106,7 @@ class RecordedStep:
         losses = [loss for of_rank in ranks for loss in of_rank.losses]
         return cls(
             batch=sum(of_rank.batch for of_rank in ranks) % (1 << 64),
+            rows=sum(of_rank.rows for of_rank in ranks),
             loss=statistics.fmean(losses) if losses else math.nan,
             world_size=len(ranks),
             values={key: Piece.joined(pieces) for key, pieces in by_key.items()},
@@ -121,7 +123,7 @@ class Recorded:
     """Of one run of a script. The first of `steps` has the initial values alone."""
 
     steps: Sequence[RecordedStep]
-    ended_by_itself: bool = False
+    ended_by_itself: bool = False  # before it was stopped
 
     @classmethod
     def read(cls, folder: Path, **fields: Any) -> "Recorded":
@@ -138,7 +140,7 @@ class Recorded:
 
 def record(script: Script, steps: int, *, perturbs: bool = False, say: Say = lambda _: None) -> Recorded:
     """Runs a script until it has made so many steps, or ends. Raises ProveError."""
-    token, site = secrets.token_hex(8), Path(__file__).with_name("site")
+    token, site, last = secrets.token_hex(8), Path(__file__).with_name("site"), f"step-{steps - 1}"
     with tempfile.TemporaryDirectory(prefix="fsdp_lab_prove_") as name:
         folder = Path(name)
         asked: dict[str, Any] = {"folder": name, "listen": True, "ledger": False, "audit": False}
@@ -149,7 +151,7 @@ def record(script: Script, steps: int, *, perturbs: bool = False, say: Say = lam
         with (folder / "output").open("wb") as output:
             process = subprocess.Popen(script.command, env=own, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
         try:
-            while process.poll() is None and len(Recorded.files(folder, f"step-{steps - 1}")) == 0:
+            while process.poll() is None and not Recorded.files(folder, last):
                 time.sleep(POLL_S)
             ended = process.poll()
         finally:
@@ -157,7 +159,7 @@ def record(script: Script, steps: int, *, perturbs: bool = False, say: Say = lam
             process.wait()
             sweep(token)
         printed = (folder / "output").read_text(errors="replace").strip().splitlines()
-        recorded = Recorded.read(folder, ended_by_itself=ended is not None)
+        recorded = Recorded.read(folder, ended_by_itself=not Recorded.files(folder, last))
         if not ended and len(recorded.steps) > 1:
             made, ranks = len(recorded.steps) - 1, recorded.steps[0].world_size
             say(f"{script.given}: {plural(made, 'step')} on {plural(ranks, 'rank')}")
@@ -196,16 +198,21 @@ class Difference:
 @dataclass(frozen=True, kw_only=True)
 class Proof:
     """`worst`: the greatest difference as a multiple of what one unit in the last place does. `renamed`: names in the new
-    script by those in the old, of parameters with equal initial values. `alone`: parameters that only one of them has."""
+    script by those in the old, of parameters with equal initial values. `alone`: parameters that only one of them has.
+    `extent`: of equality, "in all 6 steps", or "in the first 10 steps" where the scripts were stopped."""
 
     verdict: Verdict
     reason: str
     steps: int = 0
+    extent: str = ""
     tensors: int = 0
     worst: float = 0.0
     first: Difference | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
     alone: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        return f"{self.verdict.value} {self.extent}".rstrip()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +239,9 @@ def compare(old: Recorded, new: Recorded, perturbed: Recorded | None = None) -> 
     steps, made = min(map(len, runs)), (len(old.steps) - 1, len(new.steps) - 1)
     renamed = {a: b for a, b in names.items() if a != b}
     proof = Proof(verdict=Verdict.UNKNOWN, reason="", steps=steps - 1, tensors=len(names), renamed=renamed, alone=alone)
+    whole = old.ended_by_itself and new.ended_by_itself
+    extent = f"in {'all' if whole else 'the first'} {plural(steps - 1, 'step')}"
+    rest = "" if whole else " Both scripts were stopped there: later steps are not compared (--steps)."
     say = partial(dataclasses.replace, proof)
     if uncounted or not names:
         what = f"{uncounted} elements more in one than in the other" if uncounted else "no parameter in common"
@@ -251,12 +261,12 @@ def compare(old: Recorded, new: Recorded, perturbed: Recorded | None = None) -> 
     if made[0] != made[1] and (old.ended_by_itself or new.ended_by_itself):
         return say(verdict=Verdict.DIFFERENT, reason=f"One makes {made[0]} steps, and the other {made[1]}.")
     if are_equal:
-        reason = "All initial values, gradients and updated parameters are equal bit for bit."
-        return say(verdict=Verdict.EQUAL, reason=reason)
+        reason = f"All initial values, gradients and updated parameters are equal bit for bit {extent}.{rest}"
+        return say(verdict=Verdict.EQUAL, reason=reason, extent=extent)
     worst = max(deciding, key=lambda pair: pair.multiple)
-    by = f"No difference is more than {worst.multiple:.2g} times what one unit in the last place does"
-    reason = f"{by} ({worst.old.where}); up to {FACTOR:g} times is rounding, as of sums in another order."
-    return say(verdict=Verdict.WITHIN, reason=reason, worst=worst.multiple)
+    by = f"No difference {extent} is more than {worst.multiple:.2g} times what one unit in the last place does"
+    reason = f"{by} ({worst.old.where}); up to {FACTOR:g} times is rounding, as of sums in another order.{rest}"
+    return say(verdict=Verdict.WITHIN, reason=reason, worst=worst.multiple, extent=extent)
 
 
 def _matched(old: RecordedStep, new: RecordedStep) -> tuple[dict[str, str], list[str], int]:
@@ -329,7 +339,8 @@ def _first(step: int, pairs: Sequence[_Pair], old: RecordedStep, new: RecordedSt
     """What comes first in a step in which something differs."""
     if step >= 0 and old.batch != new.batch:
         where = "batch" if old.batch and new.batch else "number of updates, as one is made without a forward"
-        return Difference(step=step, where=where)
+        hint = f"The old script has {old.rows:,} rows in this step, the new one {new.rows:,}."
+        return Difference(step=step, where=where, hint=hint)
     differing = {phase: [pair for pair in pairs if pair.old.phase is phase and pair.differs] for phase in StepPhase}
     outputs = [pair for pair in differing[StepPhase.OUTPUT] if math.isfinite(pair.distance)]
     factor, gradients = _common_factor(pairs), differing[StepPhase.GRADIENT]
@@ -415,7 +426,7 @@ class Receipt:
 
     def markdown(self) -> str:
         proof, marks = self.proof, {Verdict.EQUAL: "=", Verdict.WITHIN: "≈", Verdict.DIFFERENT: "≠"}
-        title = f"`{self.old.given}` {marks.get(proof.verdict, '?')} `{self.new.given}`: {proof.verdict.value}"
+        title = f"`{self.old.given}` {marks.get(proof.verdict, '?')} `{self.new.given}`: {proof}"
         ranks = " and ".join(map(str, dict.fromkeys(self.ranks)))
         rows = [
             ("compared", f"{plural(proof.steps, 'step')}, {plural(proof.tensors, 'parameter')}, on {ranks} ranks"),
@@ -468,5 +479,5 @@ def verify(receipt: Receipt, say: Say = lambda _: None) -> tuple[bool, str]:
     was, now = ((p.verdict, p.first and (p.first.step, p.first.where)) for p in proofs)
     same = "also its digests" if again.digests == receipt.digests else f"other digests, with {again.software}"
     if was == now:
-        return True, f"The receipt holds: {receipt.proof.verdict.value}; {same}."
+        return True, f"The receipt holds: {receipt.proof}; {same}."
     return False, f"The receipt does not hold. It says: {receipt.proof.reason} Here: {again.proof.reason}"

@@ -7,14 +7,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from fsdp_lab.cli import run
 from fsdp_lab.cli.main import main
+from fsdp_lab.rank.watch.recording import Piece, StepPhase
 from fsdp_lab.runs.parity import Verdict
-from fsdp_lab.runs.prove import Proof, Recorded, compare
+from fsdp_lab.runs.prove import Proof, Recorded, RecordedStep, compare
 from tests.ports import free_ports
 
 SCRIPT = Path(__file__).with_name("proved.py")
@@ -159,6 +162,20 @@ def test_a_receipt_is_written_and_holds(
     Path("new.py").write_text(BASE)
     assert main(["prove", "--receipt", "receipt.json"]) == 2
     assert "new.py is not the file of the receipt" in capfd.readouterr().err
+
+
+def test_a_verdict_says_of_which_steps_it_is() -> None:
+    piece = Piece(phase=StepPhase.BEGIN, name="weight", digest=1, numel=1)
+    made = partial(RecordedStep, batch=8, rows=8, loss=1.0, world_size=1, values={(piece.phase, "weight", -1): piece})
+    for is_whole, where, rest in ((False, "the first", " Both scripts were stopped there"), (True, "all", "")):
+        run = Recorded(steps=[made()] * 3, ended_by_itself=is_whole)
+        proof = compare(run, run)
+        assert str(proof) == f"equal bit for bit in {where} 2 steps"
+        assert f"bit in {where} 2 steps.{rest}" in proof.reason
+    other = {key: replace(piece, digest=2, total=1.0) for key in made().values}
+    first = compare(run, Recorded(steps=[made(), made(batch=9, rows=16, values=other), made()]), run).first
+    assert first is not None and first.where == "batch"
+    assert first.sentence().endswith("The old script has 8 rows in this step, the new one 16.")
 
 
 @pytest.mark.parametrize(("script", "sentence"), [

@@ -101,12 +101,13 @@ class RankStep:
 
     pieces: Sequence[Piece]
     batch: int = 0
+    rows: int = 0  # of its inputs
     losses: Sequence[float] = ()
 
     def write(self, path: Path) -> None:
         """A reader never sees half a file."""
         fields = [{name: getattr(p, name) for name in _FIELDS} | {"at": len(p.at)} for p in self.pieces]
-        text = json.dumps({"pieces": fields, "batch": self.batch, "losses": list(self.losses)})
+        text = json.dumps({"pieces": fields, "batch": self.batch, "rows": self.rows, "losses": list(self.losses)})
         kept, at = (torch.cat([getattr(p, name) for p in self.pieces]) for name in ("kept", "at"))
         torch.save({"text": text, "kept": kept, "at": at}, path.with_suffix(".new"))
         os.replace(path.with_suffix(".new"), path)
@@ -139,7 +140,7 @@ class Recording:
         self._step, self._perturbed = 0, 0  # _perturbed: how many tensors were
         self._pieces: list[Piece] = []
         self._outputs: set[str] = set()  # names of this step
-        self._batch = 0
+        self._batch = self._rows = 0
         self._handles: list[Any] = [register_optimizer_step_pre_hook(self._before_update)]
         root = found._unwrapped()
         modules = [*root.named_modules()] if can_count(found.module) else [("", root)]  # compiled ones are not entered
@@ -166,9 +167,9 @@ class Recording:
             handle.remove()
 
     def _write(self, what: str, losses: Sequence[float]) -> None:
-        step = RankStep(pieces=self._pieces, batch=self._batch % (1 << 64), losses=losses)
+        step = RankStep(pieces=self._pieces, batch=self._batch % (1 << 64), rows=self._rows, losses=losses)
         step.write(Path(self._options.folder) / f"{what}-rank-{self._rank}-of-{self._world_size}.pt")
-        self._pieces, self._batch, self._outputs = [], 0, set()
+        self._pieces, self._batch, self._rows, self._outputs = [], 0, 0, set()
 
     # -- in a step ----------------------------------------------------------------------------------------------------
 
@@ -178,6 +179,7 @@ class Recording:
         given = [t for t in tensors_in((kwargs, args)) if t.dim()]
         for t in [t for t in given if not t.is_floating_point()][:1] or given[:1]:
             bits = _bits(t.detach().contiguous().view(-1))
+            self._rows += len(t)
             self._batch += int((bits * (bits * _STRIDE + _SEED)).sum())  # in any order
 
     def _output_of(self, name: str) -> Callable[..., None]:
