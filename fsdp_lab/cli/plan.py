@@ -101,12 +101,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         points = [{name: whole[name] for name in POINT} for whole in (p.to_dict() for p in scaling)]
         curve_json = {"scaling": points, "limit": bottleneck} if scaling else {}
-        reasons = [{"spec": combination, "reason": str(error)} for combination, error in refused]
-        say_json({"plans": [p.to_dict() for p in plans], "refused": reasons, **curve_json})
+        why = [{"spec": combination, "reason": str(error)} for combination, error in refused]
+        say_json({"plans": [p.to_dict() for p in plans], "refused": why, **curve_json})
         return 0
-    show_plans(plans, scaling, bottleneck)
-    for _, error in refused:
-        say(f"refused: {error.words}")
+    reasons = [f"refused: {error.words}" for _, error in refused]
+    say("\n".join([plans_text(plans, scaling, bottleneck), *reasons, *bill_notes(args, plans)]))
     return 0
 
 
@@ -176,7 +175,7 @@ def find(args: argparse.Namespace, spec: Spec, target: Target) -> int:
         nearest = None if search.nearest is None else search.nearest.to_dict()
         say_json({"top": top, "considered": search.considered, "fitting": search.fitting, "nearest": nearest})
     else:
-        say(repr(search))
+        say("\n".join([repr(search), *bill_notes(args, [one.plan for one in search.top])]))
     return 0 if search.top else 1
 
 
@@ -202,23 +201,34 @@ def find_cheapest(args: argparse.Namespace, targets: Sequence[Target]) -> int:
     if args.json:
         say_json({"cheapest": [p.to_dict() for p in plans]})
     elif plans:
-        say(repr(cheapest_table(specs[0], plans)))
+        say("\n".join([repr(cheapest_table(specs[0], plans)), *bill_notes(args, plans)]))
     else:
         say(f"{specs[0].workload.model} fits on none of these" + (f" within {args.days:g} days." if args.days else "."))
     return 0 if plans else 1
 
 
-def show_plans(plans: Sequence[Plan], scaling: Sequence[Plan], bottleneck: str) -> None:
-    """Prints one plan in full with its scaling curve, or several as a table."""
+def plans_text(plans: Sequence[Plan], scaling: Sequence[Plan], bottleneck: str) -> str:
+    """One plan in full with its scaling curve, or several as a table."""
     from fsdp_lab.planner.plan import memory_table, plan_table, sentences, time_table
 
     if len(plans) > 1 or not scaling:
-        say(repr(plan_table(plans)))
-        return
+        return repr(plan_table(plans))
     (plan,) = plans
     tables = (time_table(plan), memory_table(plan), plan_table(scaling))
-    end = f"{bottleneck[0].upper()}{bottleneck[1:]}."
-    say("\n".join([*sentences(plan), *(f"\n{table!r}" for table in tables), "", end]))
+    end = f"{bottleneck[0].upper()}{bottleneck[1:]}. A rank keeps its batch, so the global batch grows with the ranks."
+    return "\n".join([*sentences(plan), *(f"\n{table!r}" for table in tables), "", end])
+
+
+def bill_notes(args: argparse.Namespace, plans: Sequence[Plan]) -> list[str]:
+    """What time and cost depend on and was not given."""
+    if not plans or plans[0].training is None:
+        return []
+    names = [name for name in ("seq_len", "micro_batch", "precision") if getattr(args, name) is None]
+    names = names if plans[0].shape.image_tokens is None else [name for name in names if name != "seq_len"]
+    taken = " ".join(f"{option(name)} {written(name, Spec().flat()[name])}" for name in names)
+    notes = [f"note: by default {taken}; time and cost depend on them"] if taken else []
+    unpriced = args.find == "cheapest" and args.price is None
+    return [*notes, *(["note: no --price is given, so the first takes the fewest GPU hours"] if unpriced else [])]
 
 
 def write_page(args: argparse.Namespace) -> int:

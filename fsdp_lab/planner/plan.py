@@ -283,14 +283,16 @@ def limit(plans: Sequence[Plan]) -> str:
 
 
 def sentences(plan: Plan) -> list[str]:
-    """The Spec and the machine, whether it fits, how fast it is, and what was assumed."""
+    """The Spec with its batch and the machine, whether it fits, how fast it is, and what was assumed."""
     s, w, m = plan.spec.strategy, plan.spec.workload, plan.machine
     network = f" at {m.network_bytes_per_s * 8 / 1e9:,.0f} Gb/s a host" if m.hosts > 1 else ""
     model = describe_value("model", w.model)
     assumed = "; ".join(f"{name} {value}" for name, value in plan.assumed.items())
+    several = f"{w.accumulate} x " if w.accumulate > 1 else ""
+    batch = f"{several}{w.micro_batch} x {plan.shape.tokens(w.seq_len):,} tokens a rank, global batch {plan.tokens:,} tokens"
     return [
         f"{model}, {parameter_count(plan.shape.parameters)}, {s.backend} {s.sharding}, {s.precision}, on {m.ranks:,} x "
-        f"{m.device.name} in {m.hosts:,} host{'s' * (m.hosts > 1)}{network}",
+        f"{m.device.name} in {m.hosts:,} host{'s' * (m.hosts > 1)}{network}: {batch}",
         f"It {fit_sentence(plan)}.",
         f"Step {duration(plan.step_time_s)} ({band_text(plan)} 8 times in 10), {count(plan.tokens_per_s)} tokens/s, "
         f"{flop_rate(plan.flops_per_s)} a rank, MFU {plan.mfu:.1%}, HFU {plan.hfu:.1%}; bound by {plan.binding}.",
