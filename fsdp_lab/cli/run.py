@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -291,7 +292,7 @@ def checkpoint_lines(folder: Path) -> Iterator[str]:
 def add_script(parser: argparse.ArgumentParser) -> None:
     parser.usage = "fsdp-lab watch [OPTION ...] -- COMMAND [ARGUMENT ...]"
     add = parser.add_argument
-    add("--title", default="", help="of the run (default: made from the wrapper and the model)")
+    add("--title", default="", help="of the run (default: the script and its arguments)")
     add("--listen", action="store_true", help="leave the script its own process group: no communication")
     add("--no-ledger", action="store_true", help="no memory by class: for a script that uses torch's profiler")
     add("--history", default="", metavar="FILE", help="where it is stored (default: as fsdp-lab history)")
@@ -313,14 +314,16 @@ def watch_script(args: argparse.Namespace) -> int:
 
         Reporter(args.report_to, field="--report-to").checked()
     site = Path(__file__).parents[1] / "runs" / "site"
-    options = {"listen": args.listen, "ledger": not args.no_ledger, "title": args.title, "history": args.history}
+    script = [*itertools.dropwhile(lambda word: not word.endswith(".py"), command)]
+    title = args.title or " ".join([Path(script[0]).name, *script[1:]] if script else command)
+    options = {"listen": args.listen, "ledger": not args.no_ledger, "title": title, "history": args.history}
     options |= {"audit": not args.no_audit, "report_to": args.report_to}
     with tempfile.TemporaryDirectory(prefix="fsdp_lab_watch_") as folder:
         path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH", ""))))
         asked = json.dumps({"folder": folder, **options})  # `fsdp_lab.runs.attach.AttachOptions`
         code = call(command, {**os.environ, "FSDP_LAB_WATCH": asked, "PYTHONPATH": path})
         said = [json.loads(path.read_text()) for path in Path(folder).glob("process-*.json")]
-    for line in told(said, args.history or None):
+    for line in told(said, args.history or None, code):
         print(f"fsdp-lab: {line}", file=sys.stderr)
     return code
 
@@ -339,8 +342,9 @@ def call(command: Sequence[str], environment: dict[str, str]) -> int:
             signal.signal(number, handler)
 
 
-def told(said: Sequence[Mapping[str, Any]], history: str | None) -> list[str]:
-    """What was seen, a sentence each. said: what the command's processes say (`fsdp_lab.runs.attach.Attached`)."""
+def told(said: Sequence[Mapping[str, Any]], history: str | None, code: int) -> list[str]:
+    """What was seen, a sentence each. said: what the command's processes say (`fsdp_lab.runs.attach.Attached`).
+    `code`: the command's exit code."""
     from fsdp_lab.runs.history import History
 
     lines = list(dict.fromkeys(note for one in said for note in one["notes"]))
@@ -348,10 +352,13 @@ def told(said: Sequence[Mapping[str, Any]], history: str | None) -> list[str]:
         ranks = [one for one in said if one["run"] == run]
         first, steps = ranks[0], max(one["steps"] for one in ranks)
         what = f"{plural(steps, 'step')} of {first['model']} under {first['backend']}"
-        lines.append(f"watched {what} on {plural(first['world_size'], 'rank')}; fsdp-lab history show {run}")
+        more = f"fsdp-lab history show {run}, fsdp-lab report {run}"
+        lines.append(f"watched {what} on {plural(first['world_size'], 'rank')}; {more}")
         for stored in (one for one in History(history).runs() if one.id == run):
-            lines.append(stored.blame().sentence)
-            lines += repr(stored.audit()).splitlines() if stored.audit() else []
+            audit, ended = stored.audit(), f"the command ended with exit code {code} after {plural(steps, 'step')}"
+            nothing = f"audit: nothing found in {plural(steps, 'step')}" if audit.done else "audit: none"
+            lines += [stored.blame().sentence, *(repr(audit).splitlines() if audit else [nothing])]
+            lines += [f"{ended}: {stored.reason}" if stored.state.value == "failed" else ended] if code else []
         if any(one["state"] == "watching" for one in ranks):
             lost = "as by a signal or os._exit; its last steps may be missing"
             lines.append(f"a rank ended without Python's own end, {lost}")

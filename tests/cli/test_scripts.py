@@ -55,8 +55,10 @@ def test_a_script_as_it_is(name: str, tmp_path: Path) -> None:
     run = stored(tmp_path / "history")
     steps = run.events.steps()
     assert [step.mean_loss for step in steps] == pytest.approx(losses, rel=1e-3)
-    assert run.state.value == "finished" and run.id in ended.stderr
+    assert run.state.value == "finished" and f"fsdp-lab report {run.id}" in ended.stderr
+    assert run.name == f"strangers.py {name} {tmp_path / 'account'}" and "exit code" not in ended.stderr
     assert f"watched {len(losses)} steps of" in ended.stderr
+    assert f"audit: nothing found in {len(losses)} steps\n" in ended.stderr
     assert run.audit().done and not run.audit(), run.audit()
     events = [event for step in steps for event in step.events]
     assert len(events) == len(by_rank) * len(losses)
@@ -104,9 +106,9 @@ TRAINS = """
     """
 # What follows; the exit code; the steps that are stored, None for no run; the run's state; a part of a sentence.
 ODD: dict[str, tuple[str, int, int | None, str, str]] = {
-    "own_code": ("train(); sys.exit(7)", 7, 4, "finished", "watched 4 steps of Linear under module on 1 rank"),
-    "raises": ("train(); raise LookupError('lost')", 1, 4, "failed", "LookupError: lost"),
-    "os_exit": ("train(); os._exit(3)", 3, 4, "finished", "watched 4 steps"),
+    "own_code": ("train(); sys.exit(7)", 7, 4, "finished", "ended with exit code 7 after 4 steps\n"),
+    "raises": ("train(); raise LookupError('lost')", 1, 4, "failed", "exit code 1 after 4 steps: LookupError: lost"),
+    "os_exit": ("train(); os._exit(3)", 3, 4, "finished", "watched 4 steps of Linear under module on 1 rank"),
     "killed": ("train(); os.kill(os.getpid(), 9)", 137, 0, "lost with its kernel", "a rank ended without Python's own end"),
     "no_training": ("print('nothing')", 0, None, "", "no Python process of the command made an optimizer"),
     "never_steps": ("torch.optim.SGD(model.parameters()); model(torch.ones(4))", 0, None, "", "none stepped a model"),
