@@ -9,9 +9,11 @@ from collections.abc import Sequence
 
 from fsdp_lab.base import __version__
 from fsdp_lab.base.errors import FieldError, SentenceError, not_installed
+from fsdp_lab.bench.plan import option
 from fsdp_lab.cli import bench, compare, doctor, drill, history, jupyter, plan, run
 from fsdp_lab.cli.console import CommandEnded, Failed, Refused, add_command, signals_raise
 from fsdp_lab.cluster import ClusterError, StartError
+from fsdp_lab.spec.fields import ALIASES
 
 CHECKPOINTS = "list the checkpoints in a folder, or export a model for transformers"
 # Name, function that adds the arguments, function that runs it, description.
@@ -33,6 +35,9 @@ COMMANDS = (
     ("doctor", doctor.add_arguments, doctor.run, "check this machine and suggest fixes"),
 )
 
+# Options of other programs -> ours.
+OTHERS = {option(n): option(f) for n, f in ALIASES.items()} | {"--epochs": "--steps", "--world-size": "--ranks"}
+
 
 def parser() -> argparse.ArgumentParser:
     about = "A laboratory for Fully Sharded Data Parallel."
@@ -43,20 +48,21 @@ def parser() -> argparse.ArgumentParser:
         command = add_command(commands, name, help_text)
         command.set_defaults(run=run_command)
         add_arguments(command)
+        command.usage = command.usage or f"fsdp-lab {name} [OPTION ...] [ARGUMENT ...]"  # an error repeats it
     return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. Errors of argparse raise SystemExit(2)."""
     top, words = parser(), sys.argv[1:] if argv is None else argv
-    if not words:
+    if not words or words[0] == "help":
         top.print_help()
         return 0
     args, unknown = top.parse_known_args(words)
     if unknown:
-        options = [f"--{name.replace('_', '-')}" for name in vars(args)]
-        similar = difflib.get_close_matches(unknown[0].partition("=")[0], options, n=1)
-        top.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; use {similar[0]}" if similar else ""))
+        options, word = [*map(option, vars(args))], unknown[0].partition("=")[0].replace("_", "-")
+        similar = {OTHERS.get(word)} & {*options} or difflib.get_close_matches(word, options, n=1)
+        top.error(f"unrecognized arguments: {' '.join(unknown)}" + "".join(f"; use {one}" for one in similar))
     try:
         with signals_raise():
             code: int = args.run(args)

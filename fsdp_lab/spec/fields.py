@@ -217,13 +217,13 @@ def check_fields(prefix: str, part: Any) -> None:
 # -- names of other libraries ----------------------------------------------------------------------------------------
 
 # fmt: off
-# Of transformers' TrainingArguments and TRL -> the field that means the same.
+# Of transformers' TrainingArguments, TRL and training scripts -> the field that means the same.
 ALIASES: Mapping[str, str] = {
     "bf16": "precision", "dataset_name": "data", "dataset_text_field": "text_field", "fp16": "precision",
     "gradient_accumulation_steps": "accumulate", "gradient_checkpointing": "recompute", "learning_rate": "lr",
     "lr_scheduler_type": "lr_schedule", "max_grad_norm": "clip_norm", "max_length": "seq_len", "max_seq_length": "seq_len",
     "model_name_or_path": "model", "optim": "optimizer", "per_device_train_batch_size": "micro_batch",
-    "tokenizer_name": "tokenizer", "torch_compile": "compile",
+    "tokenizer_name": "tokenizer", "torch_compile": "compile", "batch_size": "micro_batch", "bs": "micro_batch",
 }
 # Their values that have another name here.
 _VALUES: Mapping[str, Mapping[Any, Any]] = {
@@ -232,12 +232,14 @@ _VALUES: Mapping[str, Mapping[Any, Any]] = {
     "optim": {"adamw_torch": "adamw"},
 }
 # fmt: on
-_LENGTH = "how long to train is no field of a Spec"
+_LENGTH, _STEPS = "how long to train is no field of a Spec", "give lab.run(steps=...): samples x epochs / global batch"
 # Their names for what no field says, with the reason and a hint.
 NOT_FIELDS: Mapping[str, tuple[str, str]] = {
+    "epochs": (_LENGTH, _STEPS),
     "eval_steps": ("how often to evaluate is no field of a Spec", "give lab.run(evaluate=50)"),
+    "lora_r": ("the rank of adapters is a part of lora", 'give lora={"r": 8}'),
     "max_steps": (_LENGTH, "give lab.run(steps=...), and decay_steps where the rate falls"),
-    "num_train_epochs": (_LENGTH, "give lab.run(steps=...): samples x epochs / global batch"),
+    "num_train_epochs": (_LENGTH, _STEPS),
     "output_dir": ("where checkpoints go is no field of a Spec", "give lab.run(save=folder)"),
     "warmup_ratio": ("a warm-up has a number of steps here", "give warmup_steps"),
 }

@@ -140,9 +140,11 @@ def test_what_to_train_is_said_by_options_before_a_file_before_a_checkpoint(
     assert main(["run", str(tmp_path / "flat.json"), *options]) == 0
     changes = {"model": "gpt2-1m", "sharding": "shard_grad_op", "link": "0.25 GB/s, 50 us"}
     assert trained == [Spec(world_size=3).replace(**changes)]
-    with pytest.raises(SystemExit):
-        main(["run", "--optimiser", "sgd"])
-    assert "unrecognized arguments: --optimiser; use --optimizer" in capsys.readouterr().err
+    said = {"--optimiser": "; use --optimizer", "--batch_size=4": "; use --micro-batch", "--epochs": "; use --steps"}
+    for word, sentence in (said | {"--steps=a": "[ARGUMENT ...]\nfsdp-lab run: error"}).items():
+        with pytest.raises(SystemExit):
+            main(["run", word])
+        assert sentence in capsys.readouterr().err
     assert main([]) == 0 and "COMMAND" in capsys.readouterr().out
 
 
