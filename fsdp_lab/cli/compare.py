@@ -53,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
 
         check_file(args.report, SUFFIXES, field="--report")
     specs, refused = fields.requested(args, partial(spec_of, args))
+    if len(specs) == 1 and not refused:
+        raise Refused("there is one combination; give a list to compare, such as --sharding full_shard,no_shard")
     for combination, error in refused:
         results.add_refused(combination, str(error))
     results.write()

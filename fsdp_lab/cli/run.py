@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import shutil
@@ -82,7 +81,6 @@ def run(args: argparse.Namespace) -> int:
         raise Refused("--ranks is given beside hosts; the ranks are those of all hosts")
     if hosts is not None:
         spec = spec.replace(world_size=hosts.ranks, devices=None)
-
     evaluate = eval_config(args)
     from fsdp_lab.models.check import check
     from fsdp_lab.planner.questions import DoesNotFit
@@ -93,8 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
     Reporter(args.report_to, field="--report-to").checked()
     options: dict[str, Any] = {"steps": args.steps, "evaluate": evaluate, "anyway": args.anyway}
-    options |= {"report_to": args.report_to, "name": args.name, "note": args.note}
-    options["save"] = checkpoint_config(args)
+    options |= {"report_to": args.report_to, "name": args.name, "note": args.note, "save": checkpoint_config(args)}
     options["recover"] = RecoveryPolicy() if args.recover is None else RecoveryPolicy(how="auto", ranks=args.recover)
     try:
         train(terminal(), spec, options, results, args.trace, start, hosts)
@@ -145,7 +142,7 @@ def read_spec(path: Path) -> Spec:
     try:
         return Spec.from_json(path.read_text(encoding="utf-8"))
     except OSError as e:
-        raise Refused(f"cannot read {path} ({e.strerror}); give the path of a JSON file") from e
+        raise Refused(f"cannot read {path} ({e.strerror}); give the path of a JSON file, or --model {path}") from e
     except UnicodeDecodeError as e:
         raise Refused(f"{path} is not text; give the path of a JSON file") from e
 
@@ -254,8 +251,7 @@ def export_spec(args: argparse.Namespace) -> int:
 
 def add_checkpoints(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="a folder of checkpoints, or one checkpoint")
-    help_text = "export the newest model to DIR, for from_pretrained"
-    parser.add_argument("--export", type=Path, metavar="DIR", help=help_text)
+    parser.add_argument("--export", type=Path, metavar="DIR", help="export the newest model, for from_pretrained")
     parser.add_argument("--force", action="store_true", help="overwrite an existing model")
 
 
@@ -280,8 +276,7 @@ def checkpoint_lines(folder: Path) -> Iterator[str]:
         strategy = f"{describe_strategy(c.spec)} on {c.spec.world_size} ranks"
         what = f"after {plural(c.step, 'step')}, {size(c.nbytes)}, {c.kind}, of run {c.run}"
         yield f"{c.path.name}  {what}, {when}: {strategy}"
-    for reason in incomplete.values():
-        yield f"incomplete: {reason}"
+    yield from (f"incomplete: {reason}" for reason in incomplete.values())
     if not complete and not incomplete:
         yield f"{folder} contains no checkpoint"
 
@@ -314,8 +309,8 @@ def watch_script(args: argparse.Namespace) -> int:
 
         Reporter(args.report_to, field="--report-to").checked()
     site = Path(__file__).parents[1] / "runs" / "site"
-    script = [*itertools.dropwhile(lambda word: not word.endswith(".py"), command)]
-    title = args.title or " ".join([Path(script[0]).name, *script[1:]] if script else command)
+    start = next((i for i, word in enumerate(command) if word.endswith(".py")), 0)
+    title = args.title or " ".join([Path(command[start]).name, *command[start + 1 :]])
     options = {"listen": args.listen, "ledger": not args.no_ledger, "title": title, "history": args.history}
     options |= {"audit": not args.no_audit, "report_to": args.report_to}
     with tempfile.TemporaryDirectory(prefix="fsdp_lab_watch_") as folder:
@@ -343,20 +338,18 @@ def call(command: Sequence[str], environment: dict[str, str]) -> int:
 
 
 def told(said: Sequence[Mapping[str, Any]], history: str | None, code: int) -> list[str]:
-    """What was seen, a sentence each. said: what the command's processes say (`fsdp_lab.runs.attach.Attached`).
-    `code`: the command's exit code."""
+    """What was seen, a sentence each. said: what the command's processes say (`fsdp_lab.runs.attach.Attached`)."""
     from fsdp_lab.runs.history import History
 
     lines = list(dict.fromkeys(note for one in said for note in one["notes"]))
     for run in dict.fromkeys(one["run"] for one in sorted(said, key=lambda one: one["rank"]) if one["run"]):
         ranks = [one for one in said if one["run"] == run]
-        first, steps = ranks[0], max(one["steps"] for one in ranks)
-        what = f"{plural(steps, 'step')} of {first['model']} under {first['backend']}"
-        more = f"fsdp-lab history show {run}, fsdp-lab report {run}"
-        lines.append(f"watched {what} on {plural(first['world_size'], 'rank')}; {more}")
+        first, made = ranks[0], plural(max(one["steps"] for one in ranks), "step")
+        what = f"{made} of {first['model']} under {first['backend']} on {plural(first['world_size'], 'rank')}"
+        lines.append(f"watched {what}; fsdp-lab history show {run}, fsdp-lab report {run}")
         for stored in (one for one in History(history).runs() if one.id == run):
-            audit, ended = stored.audit(), f"the command ended with exit code {code} after {plural(steps, 'step')}"
-            nothing = f"audit: nothing found in {plural(steps, 'step')}" if audit.done else "audit: none"
+            audit, ended = stored.audit(), f"the command ended with exit code {code} after {made}"
+            nothing = f"audit: nothing found in {made}" if audit.done else "audit: none"
             lines += [stored.blame().sentence, *(repr(audit).splitlines() if audit else [nothing])]
             lines += [f"{ended}: {stored.reason}" if stored.state.value == "failed" else ended] if code else []
         if any(one["state"] == "watching" for one in ranks):
