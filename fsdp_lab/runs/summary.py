@@ -287,7 +287,7 @@ def step_table(steps: Sequence[Step], specs: dict[str, Trained], caption: str = 
     """One row per step over all ranks: greatest time, summed throughput, mean TFLOPS, mean communication and the exposed
     part of it, greatest peak."""
     marked = any(step.events[0].first_after_switch or step.events[0].ledger for step in steps)
-    legend = ("* first step after a switch, or slowed by measuring: not counted in medians",) if marked else ()
+    legend = ["* first step after a switch, or slowed by measuring: not counted in medians"] if marked else []
     peaks = Peaks(steps)
     shares = {"MFU": peaks.mfu}
     if any(e.recompute_flops for step in steps for e in step.events):
@@ -296,9 +296,11 @@ def step_table(steps: Sequence[Step], specs: dict[str, Trained], caption: str = 
     best = "; ".join(f"{flop_rate(peak)} a rank ({source})" for source, peak in peaks.by_source.items())
     recompute = " (HFU counts recompute)" if "HFU" in shares else ""
     relation = (f"{' and '.join(shares)}{recompute} relative to {best}",) if best else ()
+    if any(e.comm for step in steps for e in step.events):
+        legend.append("comm in flight: issue to completion, mean of ranks; collectives that overlap count each")
     measured = ("step", "loss", "grad norm", "lr", "step time", "tokens/s", "FLOPS/rank")
     return Table(
-        columns=(*measured, *shares, "peak/rank", "comm/rank", "exposed", "how"),
+        columns=(*measured, *shares, "peak/rank", "comm in flight", "exposed", "how"),
         rows=tuple(_row(step, specs.get(step.spec_id), tuple(shares.values())) for step in steps),
         caption=caption,
         notes=(*legend, *relation, *notes),

@@ -89,7 +89,7 @@ def test_tables_comparison_and_report_say_what_is_not_known(tmp_path: Any) -> No
     run = watched()
     row = run.table().rows[-1]
     columns = dict(zip(run.table().columns, row, strict=True))
-    unknown = ("loss", "grad norm", "tokens/s", "FLOPS/rank", "MFU", "comm/rank", "exposed")
+    unknown = ("loss", "grad norm", "tokens/s", "FLOPS/rank", "MFU", "comm in flight", "exposed")
     assert [columns[c] for c in unknown] == ["–"] * 7 and columns["how"] == "watched fsdp2 full_shard fp32"
     assert "note: Communication is not measured." in repr(run.table())
     lab = FakeLab(2, step_s=0.001)
