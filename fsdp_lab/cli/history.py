@@ -46,8 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name in ("rename", "note"):
             action.add_argument("text", metavar="NAME" if name == "rename" else "TEXT", help='"" removes it')
         if name == "show":
-            help_text = "print JSON, with the same figures as compare --json"
-            action.add_argument("--json", action="store_true", help=help_text)
+            action.add_argument("--json", action="store_true", help="print JSON, with the figures of compare --json")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -109,11 +108,10 @@ def delete(args: argparse.Namespace, history: History) -> None:
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("which", nargs="+", metavar="RUN", help="the id of a run, the beginning of one, or its name")
-    add("--output", type=Path, default="report.html", metavar="FILE", help="output file (default: %(default)s)")
+    add("--output", type=Path, metavar="FILE", help="output file (default: fsdp-lab-ID.html)")
     add("--baseline", metavar="RUN", help="baseline run (default: the first)")
     add("--title", default="", help="title of the report")
-    memory = "device memory for the recommendation (default: that of the runs)"
-    add("--memory", type=float, metavar="GIB", help=memory)
+    add("--memory", type=float, metavar="GIB", help="device memory for the recommendation (default: that of the runs)")
 
 
 def report(args: argparse.Namespace) -> int:
@@ -121,13 +119,13 @@ def report(args: argparse.Namespace) -> int:
     from fsdp_lab.report import SUFFIXES, write_report
     from fsdp_lab.runs.history import History
 
-    check_file(args.output, SUFFIXES, field="--output")
     all_runs = History().runs()
     runs = list({stored.id: stored for stored in (all_runs[which] for which in args.which)}.values())
+    output = check_file(args.output or Path(f"fsdp-lab-{runs[0].id}.html"), SUFFIXES, field="--output")
     baseline = runs[0] if args.baseline is None else all_runs[args.baseline]
     if baseline.id not in [stored.id for stored in runs]:
         raise Refused(f"--baseline {args.baseline} is not one of the runs of this report; name it among them, too")
-    say(f"written: {write_report(args.output, runs, baseline=baseline.id, title=args.title, limit_bytes=limit_bytes)}")
+    say(f"written: {write_report(output, runs, baseline=baseline.id, title=args.title, limit_bytes=limit_bytes)}")
     return 0
 
 

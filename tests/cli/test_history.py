@@ -86,10 +86,11 @@ def test_a_file_that_cannot_be_used_is_a_sentence(tmp_path: Path, monkeypatch: p
 
 
 # -- `fsdp-lab report`
-def test_kept_runs_are_written(runs: list[Telling], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    file = tmp_path / "both.html"
+def test_kept_runs_are_written(runs: list[Telling], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / f"fsdp-lab-{runs[0].id}.html"
     ids = [run.id[:7] for run in runs]
-    argv = ["report", *ids, ids[0], "--output", str(file), "--baseline", ids[1], "--title", "Both", "--memory", "80"]
+    argv = ["report", *ids, ids[0], "--baseline", ids[1], "--title", "Both", "--memory", "80"]
     assert main(argv) == 0 and str(file) in capsys.readouterr().out
     kept = json.loads(file.read_text(encoding="utf-8").split('id="fsdp-lab-records">')[1].split("</script>")[0])
     assert kept["records"] == finite(Comparison.of(runs, baseline=1).records()), "those of the runs, once each"
