@@ -88,6 +88,9 @@ def _docstring(spec: Spec, model: str, remarks: Sequence[str], files: Files | No
     libraries = f"torch {torch.__version__}, transformers {transformers.__version__}"
     folder = f"the folder of its own name that ends in {SUFFIX}"
     reads = f"It reads samples and initial values from {folder}. " if files else ""
+    codes = (code for field in CODE_FIELDS if isinstance(code := getattr(spec.workload, field), str) and ":" in code)
+    if modules := ", ".join(dict.fromkeys(code.partition(":")[0] for code in codes)):
+        reads += f"It imports {modules}, which must lie beside it, or be installed. "
     about = (
         "Each step prints its mean loss, unrounded. In fp32 on CPUs, with the same number of ranks, versions and processor, "
         "losses equal those of the run bit for bit, unless a note below says otherwise; elsewhere within rounding. "
@@ -158,8 +161,6 @@ def _differs(spec: Spec, exported: Spec) -> Iterator[str]:
     s, traits = spec.strategy, exported.strategy.traits
     if s.dtypes.param != "fp32" and traits.autocasts:
         yield f"precision: DDP computes in {s.dtypes.param} by autocast, the lab's engine by casting the parameters"
-    elif s.precision != "fp32":
-        yield f"precision: below fp32 {ROUNDING}"
     if spec.workload.torch_optimizer.is_fused:
         how = "the rounding of a fused update depends on how parameters are sharded"
         yield f"optimizer_args: {how}, so that {ROUNDING}"

@@ -202,7 +202,8 @@ def test_a_script_has_the_code_once_and_nothing_of_transformers(changes: dict[st
 def test_a_script_imports_what_can_be_imported() -> None:
     made = Spec().replace(model="tests.own_module:build", loss="tests.own_module:loss", data="tests.own_module:Samples")
     text = script(made)[0]
-    assert "from tests.own_module import build\n" in text and "from tests.own_module import Samples\n" in text
+    assert " tests.own_module, " in text.replace("\n", " ") and "from tests.own_module import build\n" in text
+    assert "from tests.own_module import Samples\n" in text
 
 
 REFUSED: list[tuple[str, dict[str, str], str]] = [
