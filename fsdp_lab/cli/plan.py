@@ -221,14 +221,10 @@ def plans_text(plans: Sequence[Plan], scaling: Sequence[Plan], bottleneck: str) 
 
 def bill_notes(args: argparse.Namespace, plans: Sequence[Plan]) -> list[str]:
     """What time and cost depend on and was not given."""
-    if not plans or plans[0].training is None:
-        return []
-    names = [name for name in ("seq_len", "micro_batch", "precision") if getattr(args, name) is None]
-    names = names if plans[0].shape.image_tokens is None else [name for name in names if name != "seq_len"]
-    taken = " ".join(f"{option(name)} {written(name, Spec().flat()[name])}" for name in names)
-    notes = [f"note: by default {taken}; time and cost depend on them"] if taken else []
-    unpriced = args.find == "cheapest" and args.price is None
-    return [*notes, *(["note: no --price is given, so the first takes the fewest GPU hours"] if unpriced else [])]
+    names = ("seq_len", "micro_batch", "precision")[any(p.shape.image_tokens for p in plans) :]
+    taken = [f"{option(n)} {written(n, Spec().flat()[n])}" for n in names if getattr(args, n) is None]
+    is_billed = taken and any(p.training for p in plans)
+    return [f"note: by default {' '.join(taken)}; time and cost depend on them"] if is_billed else []
 
 
 def write_page(args: argparse.Namespace) -> int:
@@ -259,8 +255,9 @@ def targets_of(args: argparse.Namespace) -> dict[str, Target]:
     devices = [device(word) for word in args.hardware.split(",")]
     prices = [None] if args.price is None else [FieldRow(type="float").read(word) for word in args.price.split(",")]
     if len(prices) not in (1, len(devices)):
-        gpus = plural(len(devices), "GPU")
-        raise Refused(f"--price {args.price} is not one for {gpus}; give one for each, or for all")
+        raise Refused(
+            f"--price {args.price} is not one for {plural(len(devices), 'GPU')}; give one for each, or for all"
+        )
     prices *= len(devices) if len(prices) == 1 else 1
     tokens = args.tokens or ("1B" if args.find == "cheapest" else None)
     where = partial(Target, hosts=args.hosts, network_gbit_per_s=args.network)

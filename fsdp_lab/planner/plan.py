@@ -289,6 +289,11 @@ def sentences(plan: Plan) -> list[str]:
     model = describe_value("model", w.model)
     assumed = "; ".join(f"{name} {value}" for name, value in plan.assumed.items())
     several = f"{w.accumulate} x " if w.accumulate > 1 else ""
+    bill = []
+    if (training := plan.training) is not None:
+        texts, tokens = bill_texts(plan), figures(training.tokens / 1e9)
+        cost = f", and cost {texts['cost']} at {training.price_per_gpu_hour:,g} a GPU hour" if "cost" in texts else ""
+        bill = [f"{tokens} billion tokens take {texts['training_s']}, {texts['gpu_hours']} GPU hours{cost}."]
     batch = f"{several}{w.micro_batch} x {plan.shape.tokens(w.seq_len):,} tokens a rank, global batch {plan.tokens:,} tokens"
     return [
         f"{model}, {parameter_count(plan.shape.parameters)}, {s.backend} {s.sharding}, {s.precision}, on {m.ranks:,} x "
@@ -296,16 +301,9 @@ def sentences(plan: Plan) -> list[str]:
         f"It {fit_sentence(plan)}.",
         f"Step {duration(plan.step_time_s)} ({band_text(plan)} 8 times in 10), {count(plan.tokens_per_s)} tokens/s, "
         f"{flop_rate(plan.flops_per_s)} a rank, MFU {plan.mfu:.1%}, HFU {plan.hfu:.1%}; bound by {plan.binding}.",
-        *([bill_sentence(plan, plan.training)] if plan.training is not None else []),
+        *bill,
         *([f"Assumed: {assumed}."] if assumed else []),
     ]
-
-
-def bill_sentence(plan: Plan, training: Training) -> str:
-    """Time, GPU hours and cost of the training, with their ranges."""
-    texts, tokens = bill_texts(plan), figures(training.tokens / 1e9)
-    cost = f", and cost {texts['cost']} at {training.price_per_gpu_hour:,g} a GPU hour" if "cost" in texts else ""
-    return f"{tokens} billion tokens take {texts['training_s']}, {texts['gpu_hours']} GPU hours{cost}."
 
 
 def billed(plans: Sequence[Plan]) -> Iterator[str]:
@@ -332,9 +330,8 @@ def fit_sentence(plan: Plan) -> str:
     context = f", and {size(CONTEXT_BYTES)} of CUDA's context" if plan.machine.device.type == "cuda" else ""
     limit = size(plan.machine.device.memory_bytes)
     needed = f"{reserved} reserved of {limit}, {peak} of them allocated at the peak{context}"
-    if plan.fits:
-        return f"fits: {needed}; {size(plan.margin_bytes)} to spare{likely_text(plan)}"
-    return f"does not fit: {needed}; {size(-plan.margin_bytes)} too much{likely_text(plan)}"
+    verb, rest = ("fits", "to spare") if plan.fits else ("does not fit", "too much")
+    return f"{verb}: {needed}; {size(abs(plan.margin_bytes))} {rest}{likely_text(plan)}"
 
 
 def likely_text(plan: Plan) -> str:

@@ -205,7 +205,8 @@ def cheapest_table(spec: Spec, plans: Sequence[Plan]) -> Table:
         cells = (f"{machine.ranks:,} x {machine.device.name}", label, f"{p.spec.global_batch:,}", likely)
         rows.append((*cells, *bill_texts(p).values()))
     columns = ("GPUs", "strategy", "global batch", "memory", *billed(plans))
-    notes = ("the fastest strategy that fits on each; 8 times in 10 the figure is in its range",)
+    order = "" if "cost" in plans[0].bill else "; without a price those of the fewest GPU hours come first"
+    notes = ("the fastest strategy that fits on each; 8 times in 10 the figure is in its range" + order,)
     return Table(columns=columns, rows=tuple(rows), notes=notes, left=LEFT_ALIGNED | {"GPUs", "memory"})
 
 

@@ -50,8 +50,6 @@ from fsdp_lab.runs.trackers import Reporter
 OPTIONS = "FSDP_LAB_WATCH"  # the variable that has the `AttachOptions` of one command, as JSON
 SAY_EVERY_S = 1.0
 _STORED = "fsdp_lab/attached"  # a key of the process group's store
-# Backends for which the lab's own may stand.
-_REPLACED = ("", "gloo", "nccl", "cpu:gloo,cuda:nccl", "cuda:nccl,cpu:gloo")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,10 +72,8 @@ class Script:
     def command(self) -> list[str]:
         if not self.is_file:
             return [*shlex.split(self.given), *self.arguments]
-        launcher = [sys.executable]
-        if self.ranks > 1:
-            launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(self.ranks), "--standalone"]
-        return [*launcher, self.given, *self.arguments]
+        several = ["-m", "torch.distributed.run", "--nproc-per-node", str(self.ranks), "--standalone"]
+        return [sys.executable, *(several if self.ranks > 1 else ()), self.given, *self.arguments]
 
     def sha256(self) -> str:
         """Of the file; "" of a command."""
@@ -199,7 +197,7 @@ class Difference:
 class Proof:
     """`worst`: the greatest difference as a multiple of what one unit in the last place does. `renamed`: names in the new
     script by those in the old, of parameters with equal initial values. `alone`: parameters that only one of them has.
-    `extent`: of equality, "in all 6 steps", or "in the first 10 steps" where the scripts were stopped."""
+    `extent`: of equality, " in all 6 steps", or " in the first 10 steps" where the scripts were stopped."""
 
     verdict: Verdict
     reason: str
@@ -210,9 +208,6 @@ class Proof:
     first: Difference | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
     alone: Sequence[str] = ()
-
-    def __str__(self) -> str:
-        return f"{self.verdict.value} {self.extent}".rstrip()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +235,7 @@ def compare(old: Recorded, new: Recorded, perturbed: Recorded | None = None) -> 
     renamed = {a: b for a, b in names.items() if a != b}
     proof = Proof(verdict=Verdict.UNKNOWN, reason="", steps=steps - 1, tensors=len(names), renamed=renamed, alone=alone)
     whole = old.ended_by_itself and new.ended_by_itself
-    extent = f"in {'all' if whole else 'the first'} {plural(steps - 1, 'step')}"
+    extent = f" in {'all' if whole else 'the first'} {plural(steps - 1, 'step')}"
     rest = "" if whole else " Both scripts were stopped there: later steps are not compared (--steps)."
     say = partial(dataclasses.replace, proof)
     if uncounted or not names:
@@ -261,10 +256,10 @@ def compare(old: Recorded, new: Recorded, perturbed: Recorded | None = None) -> 
     if made[0] != made[1] and (old.ended_by_itself or new.ended_by_itself):
         return say(verdict=Verdict.DIFFERENT, reason=f"One makes {made[0]} steps, and the other {made[1]}.")
     if are_equal:
-        reason = f"All initial values, gradients and updated parameters are equal bit for bit {extent}.{rest}"
+        reason = f"All initial values, gradients and updated parameters are equal bit for bit{extent}.{rest}"
         return say(verdict=Verdict.EQUAL, reason=reason, extent=extent)
     worst = max(deciding, key=lambda pair: pair.multiple)
-    by = f"No difference {extent} is more than {worst.multiple:.2g} times what one unit in the last place does"
+    by = f"No difference{extent} is more than {worst.multiple:.2g} times what one unit in the last place does"
     reason = f"{by} ({worst.old.where}); up to {FACTOR:g} times is rounding, as of sums in another order.{rest}"
     return say(verdict=Verdict.WITHIN, reason=reason, worst=worst.multiple, extent=extent)
 
@@ -426,7 +421,7 @@ class Receipt:
 
     def markdown(self) -> str:
         proof, marks = self.proof, {Verdict.EQUAL: "=", Verdict.WITHIN: "≈", Verdict.DIFFERENT: "≠"}
-        title = f"`{self.old.given}` {marks.get(proof.verdict, '?')} `{self.new.given}`: {proof}"
+        title = f"`{self.old.given}` {marks.get(proof.verdict, '?')} `{self.new.given}`: {proof.verdict.value}{proof.extent}"
         ranks = " and ".join(map(str, dict.fromkeys(self.ranks)))
         rows = [
             ("compared", f"{plural(proof.steps, 'step')}, {plural(proof.tensors, 'parameter')}, on {ranks} ranks"),
@@ -453,8 +448,7 @@ def prove(old: Script, new: Script, steps: int, say: Say = lambda _: None) -> Re
     if proof.verdict is Verdict.UNKNOWN:
         say(f"Bits differ: {old.given} runs once more, with its results moved by one unit in the last place.")
         proof = compare(first, second, record(old, steps, perturbs=True))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    python = platform.python_version()
+    device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     return Receipt(
         old=old,
         new=new,
@@ -463,7 +457,7 @@ def prove(old: Script, new: Script, steps: int, say: Say = lambda _: None) -> Re
         ranks=[run.steps[0].world_size for run in runs],
         digests=[[step.digest() for step in run.steps] for run in runs],
         losses=[[step.loss for step in run.steps] for run in runs],
-        software=f"fsdp_lab {__version__}, torch {torch.__version__}, Python {python}, {device_name(device)}",
+        software=f"fsdp_lab {__version__}, torch {torch.__version__}, Python {platform.python_version()}, {device}",
     )
 
 
@@ -479,5 +473,5 @@ def verify(receipt: Receipt, say: Say = lambda _: None) -> tuple[bool, str]:
     was, now = ((p.verdict, p.first and (p.first.step, p.first.where)) for p in proofs)
     same = "also its digests" if again.digests == receipt.digests else f"other digests, with {again.software}"
     if was == now:
-        return True, f"The receipt holds: {receipt.proof}; {same}."
+        return True, f"The receipt holds: {receipt.proof.verdict.value}{receipt.proof.extent}; {same}."
     return False, f"The receipt does not hold. It says: {receipt.proof.reason} Here: {again.proof.reason}"

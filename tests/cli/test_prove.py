@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -166,16 +165,13 @@ def test_a_receipt_is_written_and_holds(
 
 def test_a_verdict_says_of_which_steps_it_is() -> None:
     piece = Piece(phase=StepPhase.BEGIN, name="weight", digest=1, numel=1)
-    made = partial(RecordedStep, batch=8, rows=8, loss=1.0, world_size=1, values={(piece.phase, "weight", -1): piece})
-    for is_whole, where, rest in ((False, "the first", " Both scripts were stopped there"), (True, "all", "")):
-        run = Recorded(steps=[made()] * 3, ended_by_itself=is_whole)
-        proof = compare(run, run)
-        assert str(proof) == f"equal bit for bit in {where} 2 steps"
-        assert f"bit in {where} 2 steps.{rest}" in proof.reason
-    other = {key: replace(piece, digest=2, total=1.0) for key in made().values}
-    first = compare(run, Recorded(steps=[made(), made(batch=9, rows=16, values=other), made()]), run).first
-    assert first is not None and first.where == "batch"
-    assert first.sentence().endswith("The old script has 8 rows in this step, the new one 16.")
+    step = RecordedStep(batch=8, rows=8, loss=1.0, world_size=1, values={(piece.phase, "weight", -1): piece})
+    for is_whole, where in ((False, "the first 2 steps. Both scripts were stopped there"), (True, "all 2 steps.")):
+        run = Recorded(steps=[step] * 3, ended_by_itself=is_whole)
+        assert f"equal bit for bit in {where}" in compare(run, run).reason
+    values = {key: replace(piece, digest=2, total=1.0) for key in step.values}
+    other = Recorded(steps=[step, replace(step, batch=9, rows=16, values=values), step])
+    assert "the batch. The old script has 8 rows in this step, the new one 16." in compare(run, other, run).reason
 
 
 @pytest.mark.parametrize(("script", "sentence"), [

@@ -160,11 +160,8 @@ class Recording:
         self._write(f"step-{self._step}", losses)
         self._step += 1
         if self._step == self._options.steps:
-            self.close()
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+            for handle in self._handles:
+                handle.remove()
 
     def _write(self, what: str, losses: Sequence[float]) -> None:
         step = RankStep(pieces=self._pieces, batch=self._batch % (1 << 64), rows=self._rows, losses=losses)
