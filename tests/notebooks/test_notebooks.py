@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,6 +113,8 @@ def run(nbformat: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
         notebook.cells.insert(0, nbformat.v4.new_code_cell("%reset -f"))
         for i, cell in enumerate(notebook.cells):
             client.execute_cell(cell, i)
+        left = {p.name for p in folder.iterdir()} - {"course", "kept.py", "__pycache__"}
+        assert all(re.fullmatch(r"made_by_\d\d", name) for name in left), "a reader's files may have any other name"
         return text_of(notebook.cells)
 
     with client.setup_kernel():
@@ -174,6 +177,24 @@ def test_it_runs_from_top_to_bottom(nbformat: Any, run: Callable[[Any], str], na
     elif name == NAMES[7]:
         peaks = re.findall(r"(?:adapters|all parameters) +([\d,]+) MiB a rank", told)
         assert len(peaks) == 2 and int(peaks[0].replace(",", "")) < int(peaks[1].replace(",", ""))
+
+
+@pytest.mark.slow
+def test_the_example_of_07_leaves_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from course import own_model  # takes seconds
+
+    (tmp_path / "model").mkdir()
+    (tmp_path / "chats.jsonl").write_text("mine")
+    model, chats = own_model.example(tmp_path)
+    assert chats.read_text() == "mine" and not [*model.iterdir()]
+    for write, path in ((own_model.write_chats, chats), (own_model.write_model, model)):
+        with pytest.raises(FileExistsError):
+            write(path)
+    util = SimpleNamespace(find_spec=lambda name: None if name == "gguf" else name)
+    monkeypatch.setattr(own_model, "importlib", SimpleNamespace(util=util))
+    said = own_model.write_model(tmp_path / "new")
+    assert "a small GPT-2, without gguf. " in said and "pip install --no-deps gguf, delete " in said
+    assert (tmp_path / "new" / "model.safetensors").is_file()
 
 
 def test_binder_begins_with_the_smallest_model(tmp_path: Path) -> None:
