@@ -140,7 +140,7 @@ LACKING = "which is not installed"
 @pytest.mark.parametrize(("missing", "code", "said"), [
     ({"bokeh"}, "import fsdp_lab.report", f"fsdp_lab.report needs bokeh, {LACKING}: {INSTALL} 'fsdp-lab[page]'\n"),
     ({"anywidget"}, "from fsdp_lab import Dashboard", f"Dashboard needs anywidget, {LACKING}: {INSTALL} 'fsdp-lab[page]'\n"),
-    (JUPYTER, "compare", f"this command needs ipyparallel, {LACKING}"),
+    (JUPYTER, "drill", f"this command needs ipyparallel, {LACKING}"),
 ])  # fmt: skip
 def test_a_missing_package_is_named_with_how_to_install_it(missing: set[str], code: str, said: str):
     """By an import, and by a command, which ends with 2."""

@@ -22,7 +22,7 @@ from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.dashboard.lab_like import active_run
 from fsdp_lab.runs import EventStore, Refusal, RunState, SlowMotion, Sweep, Switch, SwitchRequest
 from fsdp_lab.runs.diagnosis import Diagnosis
-from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig
+from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig, Evaluation
 from fsdp_lab.runs.recovery import CHECKPOINT, Incident, RecoveryPolicy, refitted
 from fsdp_lab.runs.saving import CheckpointConfig, SavedCheckpoint
 from fsdp_lab.runs.sweep import combine
@@ -296,7 +296,7 @@ class FakeRun:
         if self.evaluate is None or (step + 1) % self.evaluate.every:
             return told
         found = told[0].loss + 0.2
-        self.early_stopping.take(step, found)
+        self.early_stopping.take(Evaluation(step, found))
         return [dataclasses.replace(e, eval_loss=found) for e in told]
 
     def _went_on(self, error: ClusterError, step: int) -> bool:

@@ -489,7 +489,8 @@ WORDS = st.text(max_size=6)
 def made(kind: type, **more: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """Any value of a dataclass, its scalars by their types."""
     by_type = {"float": FLOATS, "int": COUNTS, "str": WORDS, "bool": st.booleans(), "int | None": st.none() | COUNTS,
-               "float | None": st.none() | FLOATS, "tuple[str, ...]": st.lists(WORDS, max_size=2).map(tuple)}  # fmt: skip
+               "float | None": st.none() | FLOATS, "tuple[str, ...]": st.lists(WORDS, max_size=2).map(tuple),
+               "Mapping[str, float]": st.dictionaries(WORDS, FLOATS, max_size=2)}  # fmt: skip
     types = {f.name: f.type.__name__ if isinstance(f.type, type) else f.type for f in dataclasses.fields(kind)}
     fields = {name: more[name] if name in more else by_type[of] for name, of in types.items()}
     return st.builds(kind, **fields)
@@ -500,7 +501,7 @@ SAMPLES = made(MemorySample, classes=made(RoleBytes))
 EVENTS = made(
     StepEvent, memory=made(Memory, at_peak=made(RoleBytes)), memory_curve=st.lists(SAMPLES, max_size=2).map(tuple),
     comm=st.dictionaries(st.sampled_from(["all_gather", "control", "ünbekannt"]), made(Traffic)),
-    late=st.lists(st.tuples(COUNTS, FLOATS), max_size=2).map(tuple), part_s=st.dictionaries(WORDS, FLOATS, max_size=2),
+    late=st.lists(st.tuples(COUNTS, FLOATS), max_size=2).map(tuple),
     spans=st.lists(SPANS, max_size=2).map(tuple), completions=st.lists(made(Completion), max_size=2).map(tuple),
     carriers=st.lists(made(Carrier), max_size=2).map(tuple),
 )  # fmt: skip
