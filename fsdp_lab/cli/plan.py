@@ -255,9 +255,8 @@ def targets_of(args: argparse.Namespace) -> dict[str, Target]:
     devices = [device(word) for word in args.hardware.split(",")]
     prices = [None] if args.price is None else [FieldRow(type="float").read(word) for word in args.price.split(",")]
     if len(prices) not in (1, len(devices)):
-        raise Refused(
-            f"--price {args.price} is not one for {plural(len(devices), 'GPU')}; give one for each, or for all"
-        )
+        gpus = plural(len(devices), "GPU")
+        raise Refused(f"--price {args.price} is not one for {gpus}; give one for each, or for all")
     prices *= len(devices) if len(prices) == 1 else 1
     tokens = args.tokens or ("1B" if args.find == "cheapest" else None)
     where = partial(Target, hosts=args.hosts, network_gbit_per_s=args.network)

@@ -85,8 +85,8 @@ class PlainPage:
         first = dict(state["first"])
         binary = {k: base64.b64encode(first.pop(k)).decode() for k in ("numbers", "bokehjs") if k in first}
         traits = {"bokeh_version": state["bokeh_version"], "tokens": state["tokens"], "first": first}
-        esm, css = ((live.HERE / name).read_text(encoding="utf-8") for name in ("live.js", "live.css"))
-        given = {"esm": esm, "css": css, "traits": traits, "first": binary, "how": self.how}
+        css = (live.HERE / "live.css").read_text(encoding="utf-8")
+        given = {"esm": live.LiveView._esm, "css": css, "traits": traits, "first": binary, "how": self.how}
         for frame in self.frames:
             frame.evaluate("(given) => window.begin(given)", given)
 
