@@ -2,8 +2,7 @@
 
 For daily work: a test is chosen if it, or a helper of its, imports a changed module, or one that does. Farther away nearly
 every test needs nearly every module. A file that is no module counts for the modules of its folder; a module that is named
-in a string counts as imported; a change of pyproject.toml or of the first conftest chooses all.
-"""
+in a string counts as imported; a change of pyproject.toml or of the first conftest chooses all."""
 
 import ast
 import re

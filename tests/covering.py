@@ -17,8 +17,7 @@ def pairs_of(row: Row) -> set[tuple[int, Any, int, Any]]:
 def pairwise(*factors: Sequence[Any], allowed: Callable[[Row], bool] = lambda row: True) -> list[Row]:
     """Greedy: each row of the product that covers most pairs not covered yet, the first of equals; always the same rows.
 
-    `allowed`: which rows may be taken. A pair that no allowed row has is left out.
-    """
+    `allowed`: which rows may be taken. A pair that no allowed row has is left out."""
     rows = [row for row in itertools.product(*factors) if allowed(row)]
     missing = set().union(*map(pairs_of, rows)) if rows else set()
     chosen: list[Row] = []

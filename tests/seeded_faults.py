@@ -4,8 +4,7 @@
 
 A fault replaces a snippet of the package's source by another one. The snippet must occur exactly once in `fsdp_lab/`, in
 whatever file, so a fault survives a move of its file; where it is not found, the command says so and exits with 2, and the
-fault must be written anew. The exit code is 1 where the whole tier misses a fault. Times are not part of the report.
-"""
+fault must be written anew. The exit code is 1 where the whole tier misses a fault. Times are not part of the report."""
 
 import argparse
 import contextlib

@@ -1,7 +1,6 @@
 """What keeps the house in shape: imports run downhill, types and style are clean, nothing strange lies about.
 
-`ruff check` (with the notebooks) runs from here; `ruff format` and `mypy --strict` are steps of .ci/run.
-"""
+`ruff check` (with the notebooks) runs from here; `ruff format` and `mypy --strict` are steps of .ci/run."""
 
 from __future__ import annotations
 

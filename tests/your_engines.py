@@ -1,7 +1,6 @@
 """Engines as a user of backend "yours" would write them: the stages of the course, other right ones, and wrong ones.
 
-A wrong one is a right one with one mistake, which a learner makes.
-"""
+A wrong one is a right one with one mistake, which a learner makes."""
 
 from __future__ import annotations
 
