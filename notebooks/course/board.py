@@ -17,6 +17,8 @@ from typing import Any
 
 import ipywidgets as widgets
 
+from fsdp_lab.base.formatting import Table
+
 FOLDER = "FSDP_LAB_CLASS"
 REFRESH_S = 2.0
 
@@ -91,13 +93,12 @@ class Board(widgets.HTML):
         exercises = sorted({exercise for learner in learners for exercise in learner.answers})
         passed = [sum(e in one.answers and one.answers[e].passed for one in learners) for e in exercises]
         rows = [
-            ["learner", *exercises, "last answer"],
-            *([one.name, *(one.answers.get(e, Answers()).mark for e in exercises),
-               time.strftime("%H:%M", time.localtime(one.seen_unix_s))] for one in learners),
-            [f"of {len(learners)}", *map(str, passed), ""],
+            *((one.name, *(one.answers.get(e, Answers()).mark for e in exercises),
+               time.strftime("%H:%M", time.localtime(one.seen_unix_s))) for one in learners),
+            (f"of {len(learners)}", *map(str, passed), ""),
         ]  # fmt: skip
-        cells = ("".join(f"<td style='padding:2px 10px'>{escape(cell)}</td>" for cell in row) for row in rows)
-        return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+        columns = ("learner", *exercises, "last answer")
+        return Table(columns=columns, rows=tuple(rows), left=frozenset({"learner"}))._repr_html_()
 
     def close(self) -> None:
         self._closed.set()
