@@ -33,7 +33,7 @@ def test_it_is_switched_while_training(pool: Pool, steady: list[float]) -> None:
         events = [StepEvent.from_dict(e) for e in told]
         assert [e.mean_loss for e in events] == steady[:8]
         assert nothing_rebuilt and [a["carried"] for a in answers] == [False, True, True, True]
-        noted = [[n for n in e.notes if "link" in n] for e in events]
+        noted = [[n for n in e.notes if n.startswith("Emulated link")] for e in events]
         assert noted == [[]] * 2 + [["Emulated link: 2 MB/s."]] * 2 + [[]] * 2 + [["Emulated link: 4 MB/s."]] * 2
         assert re.fullmatch(r"Real link: shared memory, [\d.]+ [kMG]B/s a rank\.", answers[1]["notes"][-2])
         for e in events[2:4]:
