@@ -16,6 +16,7 @@ import itertools
 import math
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -37,6 +38,7 @@ from fsdp_lab.wire import Collective, WireContext, across, exposed, traffic, wai
 
 GUARD_CHARACTERS = 200  # kept of one
 RSS_EVERY_S = 0.5
+GPU_EVERY_S = 1.0
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _COMPUTES = ("forward", "backward", "optimizer")
 
@@ -99,6 +101,7 @@ class StepMeter:
         self._known, self._newest = tuple[Any, ...](), Memory()  # on a CPU, and what it was made from
         self.ledger = ledger
         self._troubles = allocator_troubles(info.device)
+        self._gauge = GpuGauge(info.device)
         self._recompiled = Recompilations()
         self._recording: Ledger | None = None  # of the ledger step in progress
         self._curve: tuple[MemorySample, ...] = ()  # of the step in progress, if it is a ledger step
@@ -190,7 +193,7 @@ class StepMeter:
         collectives, copies = self._context.meter.take(), self._context.meter.take_copies()
         self._held_bytes = self._gradients if gradients else 0
         measured: dict[str, Any] = {"end_unix_s": time.time(), "memory": self._memory(), "memory_curve": self._curve}
-        measured |= {"recompiled": self._recompiled.take()}
+        measured |= {"recompiled": self._recompiled.take(), **self._gauge.look()}
         trace_of_step, parts = self._trace, [*self._parts, (end_s, "")]
 
         def read() -> dict[str, Any]:
@@ -408,6 +411,34 @@ def rss_bytes(process: psutil.Process, context: WireContext) -> int:
         if shared := re.search(r"^RssShmem:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE):
             rss -= int(shared[1]) * 1024
     return rss + pool
+
+
+class GpuGauge:
+    """Asks the driver once a second how a GPU is used, in a thread: a driver that hangs holds up nothing else."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._newest = device, dict[str, float]()
+        self._asking: threading.Thread | None = None
+        self._due_s = 0.0
+
+    def look(self) -> dict[str, float]:
+        """What was last read, by the fields of `StepEvent`; empty on a CPU. Does not wait."""
+        asking = self._asking is not None and self._asking.is_alive()
+        if self._device.type == "cuda" and time.monotonic() >= self._due_s and not asking:
+            self._due_s = time.monotonic() + GPU_EVERY_S
+            self._asking = threading.Thread(target=self._ask, name="fsdp-lab-gpu-gauge", daemon=True)
+            self._asking.start()
+        return self._newest
+
+    def _ask(self) -> None:
+        units = {"gpu_percent": 1.0, "gpu_power_w": 1e-3, "gpu_temperature_c": 1.0}  # of what torch returns
+        read: dict[str, float] = {}
+        for name, call in zip(
+            units, (torch.cuda.utilization, torch.cuda.power_draw, torch.cuda.temperature), strict=True
+        ):
+            with contextlib.suppress(Exception):  # this GPU, or its driver, does not say it
+                read[name] = units[name] * call(self._device)
+        self._newest = read
 
 
 class HostPeak:

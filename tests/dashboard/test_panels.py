@@ -380,6 +380,12 @@ def test_ranks_have_a_row_each_that_sorts_by_its_figures_and_a_straggler_is_mark
         ("0", "gpu1", "0 ms"), ("1", "gpu2", "250 ms"), ("2", "gpu3", "0 ms"),
     ]  # fmt: skip
     assert float(rows[1][2].about) == pytest.approx(statistics.median(events[1].step_time_s for events in told[1:]))
+    gauge = {"gpu_percent": 97.0, "gpu_power_w": 612.4}
+    later = [dataclasses.replace(e, step=4, end_unix_s=e.end_unix_s + 60, **gauge) for e in told[-1]]
+    panel.update([Step(events=tuple(later))])
+    heads, row, *_ = panel.captions().table
+    assert heads[-3:] == ("GPU busy", "power", "temperature")
+    assert [cell.text for cell in row[-3:]] == ["97 %", "612 W", "–"] and "nvidia-smi" in panel.captions().note
 
 
 def test_the_note_says_what_carries_it_and_how_fast_since_the_last_switch():

@@ -16,6 +16,7 @@ from torch.profiler import DeviceType
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.export import export_script
 from fsdp_lab.rank.ledger import KernelTimes
+from fsdp_lab.rank.measure import GpuGauge
 from fsdp_lab.rank.trainer import _pinned
 from fsdp_lab.spec.spec import Spec
 from tests.export.ranks import losses_of, torchrun
@@ -177,6 +178,14 @@ def test_a_batch_on_the_gpu_stays_there() -> None:
     batch = {"ids": torch.ones(2, device="cuda"), "labels": torch.ones(2)}
     pinned = _pinned(batch, torch.device("cuda:0"))
     assert pinned["ids"] is batch["ids"] and pinned["labels"].is_pinned()
+
+
+def test_the_driver_says_how_the_gpu_is_used() -> None:
+    gauge = GpuGauge(torch.device("cuda:0"))
+    assert gauge.look() == {} and gauge._asking is not None
+    gauge._asking.join(30)
+    told = gauge.look()
+    assert 0 <= told["gpu_percent"] <= 100 and 5 < told["gpu_power_w"] < 2000 and 5 < told["gpu_temperature_c"] < 120
 
 
 def test_a_spec_and_its_script_train_under_torchrun_as_a_session_does(ran: Callable[..., list[Any]], tmp_path: Path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from torch.profiler import profile
 
 from fsdp_lab.backends import Backend
 from fsdp_lab.base.events import Memory, Role, RoleBytes, StepEvent
+from fsdp_lab.rank import measure
 from fsdp_lab.rank.faults import InjectedFault
 from fsdp_lab.rank.ledger import MOST_SAMPLES, Ledger, LedgerResult, MemoryBlock, _follow, _Mark, _unknown
-from fsdp_lab.rank.measure import StepMeter
+from fsdp_lab.rank.measure import GpuGauge, StepMeter
 from fsdp_lab.spec.spec import Spec
 from fsdp_lab.wire import WireContext
 from tests.pool import Place, Pool
@@ -303,3 +305,21 @@ def test_the_classes_add_up_to_the_allocator_s_peak(monkeypatch: pytest.MonkeyPa
     assert found.at_peak.total_bytes == found.peak_bytes == peak_bytes and found.allocated_bytes == 50
     assert (found.alloc_retries, found.ooms) == (2, 0), "since the event before"
     assert found.at_peak.parameters_bytes == 60 and found.at_peak.other_bytes == max(0, peak_bytes - 100)
+
+
+def test_a_gpu_s_use_is_asked_for_in_a_thread_and_a_driver_that_hangs_holds_nothing_up(monkeypatch: pytest.MonkeyPatch):
+    def refused(device: torch.device) -> int:
+        raise RuntimeError("Not Supported")
+
+    answers = threading.Event()
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: answers.wait(30) and 97)
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda device: 612_400)
+    monkeypatch.setattr(torch.cuda, "temperature", refused)
+    monkeypatch.setattr(measure, "GPU_EVERY_S", 0.0)
+    gauge = GpuGauge(torch.device("cuda:0"))
+    assert [gauge.look() for _ in range(3)] == [{}] * 3
+    (asking,) = (t for t in threading.enumerate() if t.name == "fsdp-lab-gpu-gauge")
+    answers.set()
+    asking.join(30)
+    assert gauge.look() == {"gpu_percent": 97, "gpu_power_w": pytest.approx(612.4)}
+    assert GpuGauge(torch.device("cpu")).look() == {}

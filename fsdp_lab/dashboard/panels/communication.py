@@ -182,7 +182,7 @@ class CommunicationPanel(Panel):
 
 class RanksPanel(Panel):
     """A row for each rank, medians of its last ordinary steps; a reader sorts it by its heads. A straggler is marked: a rank
-    that works longer than others, so that they wait for it. Hidden for one rank."""
+    that works longer than others, so that they wait for it. Hidden for one rank, unless its GPU is known."""
 
     name = "ranks"
     title = "Ranks"
@@ -202,14 +202,17 @@ class RanksPanel(Panel):
                 self._recent.clear()
             if not self._apart.reason(s):
                 self._recent.append(s)
-        if self.world_size == 1 or not self._recent:
+        newest = self._recent[-1].events if self._recent else ()
+        gpus = {e.rank: _gpu_cells(e) for e in newest}
+        gauged = any(cell.about for cells in gpus.values() for cell in cells)
+        if not newest or (self.world_size == 1 and not gauged):
             return
-        now_s = self._recent[-1].events[0].end_unix_s
+        now_s = newest[0].end_unix_s
         if now_s - self._drawn_s < BARS_EVERY_S and len(self._recent) == RECENT_STEPS:
             return
         self._drawn_s = now_s
         events = [e for s in self._recent for e in s.events]
-        own: dict[int, list[StepEvent]] = {e.rank: [] for e in self._recent[-1].events}
+        own: dict[int, list[StepEvent]] = {e.rank: [] for e in newest}
         late_s = dict.fromkeys(own, 0.0 if any(e.late for e in events) else math.nan)  # mean of a step
         for e in events:
             own.setdefault(e.rank, []).append(e)
@@ -218,7 +221,7 @@ class RanksPanel(Panel):
         works_s = {r: median(_works(e) for e in told) for r, told in own.items()}
         slow = [r for r, seconds in works_s.items() if seconds > STRAGGLES * median(works_s.values())]
         named = any(e.host for e in events)
-        heads = ("rank", *(("host",) if named else ()), *RANK_COLUMNS)
+        heads = ("rank", *(("host",) if named else ()), *RANK_COLUMNS, *(GPU_COLUMNS if gauged else ()))
         rows = []
         for rank, told in own.items():
             tone, title = ("bad", "Straggler: the others wait for it") if rank in slow else ("", "")
@@ -230,18 +233,27 @@ class RanksPanel(Panel):
             peak = told[-1].memory.peak_bytes
             cells = [Cell(text=duration(s), about=f"{s}" if math.isfinite(s) else "") for s in figures]
             cells.append(Cell(text=size(peak) if peak else "–", about=f"{peak}"))
-            rows.append((head, *((told[-1].host,) if named else ()), *cells))
+            rows.append((head, *((told[-1].host,) if named else ()), *cells, *(gpus[rank] if gauged else ())))
         reading = f"rank {', '.join(map(str, slow))} works longest: the others wait" if slow else "no rank straggles"
+        note = f"Works: step time without exposed communication; marked above {STRAGGLES:g} times the median. "
+        note += "Late: what the others wait until it joins, a step."
         self._captions = Captions(
             reading=f"{reading}; medians of {len(self._recent)} steps",
-            note=f"Works: step time without exposed communication; marked above {STRAGGLES:g} times the median. "
-            "Late: what the others wait until it joins, a step.",
+            note=f"{note} {GPU_NOTE}" if gauged else note,
             table=(heads, *rows),
             sortable=True,
         )
 
 
 RANK_COLUMNS = ("step time", "works", "exposed", "late", "input", "memory peak")
+GPU_COLUMNS = ("GPU busy", "power", "temperature")
+GPU_NOTE = "GPU busy: the time in which it ran any kernel, one that waits for other ranks too, as nvidia-smi tells it."
+
+
+def _gpu_cells(event: StepEvent) -> list[Cell]:
+    """What the driver said of a rank's GPU before this step."""
+    told = ((event.gpu_percent, "%"), (event.gpu_power_w, "W"), (event.gpu_temperature_c, "°C"))
+    return [Cell(text="–" if n is None else f"{n:.0f} {unit}", about="" if n is None else f"{n}") for n, unit in told]
 
 
 def _works(event: StepEvent) -> float:
