@@ -161,6 +161,7 @@ def train(
         else:
             changes = {name: wanted for name, (_, wanted) in start.spec.difference(spec).items()}
             run = lab.resume(start, **options, **changes)
+            say(start.resumed(spec), console)
         printed_s = time.monotonic()
         try:
             with live(console, transient=True) as draw:

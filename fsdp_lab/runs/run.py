@@ -66,6 +66,7 @@ class Run(RunControl, RunQueries, Awaited["Run"]):
         RunControl.__init__(self, spec, **options)
         self.rename(name)
         self.annotate(note)
+        self._resumed = () if start is None else (start.resumed(spec),)
         self._driver = Driver(self, ranks, prepare, share, self.id if broken is None else broken.id)
         if broken is not None:
             self._driver.progress.step = broken.step
@@ -104,9 +105,9 @@ class Run(RunControl, RunQueries, Awaited["Run"]):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Remarks on the ranks' placement, on how far to trust the times, on what is saved and exported, and on trackers."""
+        """Remarks on what it resumed, on placement, on how far to trust the times, on what is saved, and on trackers."""
         switched = self.switches[-1].notes if self.switches else ()
-        return tuple(dict.fromkeys([*self._driver.ranks.notes, *switched, *self.reporter.notes]))
+        return tuple(dict.fromkeys([*self._resumed, *self._driver.ranks.notes, *switched, *self.reporter.notes]))
 
     @property
     def line(self) -> str:
