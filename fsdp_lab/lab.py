@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -71,7 +72,7 @@ class Lab:
             `notes` says what that means for the figures.
         cluster: your own ipyparallel Cluster or Client, a profile name, a cluster id, or the path of a connection file.
             Its engines need this package; they are used as they are and never stopped.
-        progress: True shows progress bars in a notebook; a callable receives each `StartProgress`.
+        progress: True shows progress bars in a notebook, and lines in a script; a callable receives each `StartProgress`.
         reduction: "auto", "rank_ordered" (equal bits for every backend) or "native".
         timeout_s: for starting, and for a collective whose peer is missing.
         hang_s: how long a collective may wait for a rank, compilation included, before the run fails with `RankHung`, which
@@ -234,7 +235,7 @@ class Lab:
         """Starts a run and returns it at once: `await` it, `wait()` for it, or read its `table()` meanwhile.
 
         A run in progress is stopped first. Lost ranks are replaced, and another `world_size` starts or ends ranks. In a
-        script, `while not run.done: print(run, flush=True); time.sleep(5)` shows how far it is, before `wait()`.
+        script, `wait()` prints how far it is each ten seconds, on standard error.
 
         Args:
             spec: a Spec or its dict; None: the default one for this lab's ranks.
@@ -469,6 +470,8 @@ class Lab:
             self.history.record(run)
         if isinstance(run, WatchedRun):
             run.reporter = Reporter(run.reporter.given, self.history)
+        elif self._shows_progress and sys.modules["IPython"].get_ipython() is None:
+            run.while_waiting = lambda run: print(f"fsdp_lab: {run.line}", file=sys.stderr, flush=True)
         run.reporter.follow(run)
         self._reporters.append(run.reporter)
 

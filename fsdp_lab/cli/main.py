@@ -58,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] == "help":
         top.print_help()
         return 0
+    names = [name for name, *_ in COMMANDS]
+    if words[0] not in names and (close := difflib.get_close_matches(words[0], names, n=1, cutoff=0.65)):
+        top.error(f"there is no command {words[0]!r}; did you mean {close[0]}")
     args, unknown = top.parse_known_args(words)
     if unknown:
         options, word = [*map(option, vars(args))], unknown[0].partition("=")[0].replace("_", "-")

@@ -35,9 +35,7 @@ if TYPE_CHECKING:
     from fsdp_lab.cluster.hosts import Hosts
     from fsdp_lab.runs import CheckpointConfig, EvalConfig, Run
 
-LINE = ("loss", "step time", "tokens/s", "FLOPS", "peak/rank", "exposed")
 LINE_S = 2.0  # between two lines of output if there is no terminal
-RECENT_STEPS = 100
 NO_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"  # of transformers, which writes a file or two
 _PASSED_ON = (signal.SIGTERM, signal.SIGHUP)  # to a script's command
 
@@ -163,6 +161,7 @@ def train(
         else:
             changes = {name: wanted for name, (_, wanted) in start.spec.difference(spec).items()}
             run = lab.resume(start, **options, **changes)
+            say(start.resumed(spec), console)
         printed_s = time.monotonic()
         try:
             with live(console, transient=True) as draw:
@@ -173,7 +172,7 @@ def train(
                         draw(view(run, console))
                     elif time.monotonic() - printed_s > LINE_S:
                         printed_s = time.monotonic()
-                        say(line(run), console)
+                        say(run.line, console)
 
                 watch(run, show)
         except Exception as e:
@@ -202,18 +201,6 @@ def write_trace(run: Run, file: Path) -> str:
         return f"no trace was written: {e.reason}"
     steps = plural(len(run.events.traced()), "traced step")
     return f"{steps} in {file}: open it at ui.perfetto.dev or chrome://tracing"
-
-
-def line(run: Run) -> str:
-    """The state of the run in one line, with figures of its newest steps, at a cost that does not grow with the run."""
-    from fsdp_lab.runs.comparison import NONE, figure_cells
-    from fsdp_lab.runs.steps import last_stretch
-    from fsdp_lab.runs.summary import figures
-
-    texts = figure_cells(figures(last_stretch(run.events.last_steps(RECENT_STEPS), run.spec)))
-    shown = ", ".join(f"{name} {texts[name]}" for name in LINE if texts[name] != NONE)
-    steps = f"step {run.step}{f' of {run.steps}' if run.steps else ''}: {shown or run.state.value}"
-    return ", ".join(filter(None, (steps, run.early_stopping.words(run.spec.workload))))
 
 
 def view(run: Run, console: Console) -> Text:

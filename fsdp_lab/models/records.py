@@ -32,6 +32,7 @@ _TOOLS = "tools"
 # Columns of which a sample is made, where there is no column of text or of messages.
 _SHAPES: tuple[tuple[str, ...], ...] = (("conversations",), ("prompt", "completion"), ("instruction", "output"))
 _INPUT = "input"  # what an instruction is about
+ROLES = ("system", "user", "assistant", "tool")  # those that most templates take
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "observation": "tool"}
 # Files about a folder's data.
 _ABOUT = ("readme*", "license*", "licence*", "_*", "dataset_info.json", "dataset_infos.json", "*.lock")
@@ -165,8 +166,8 @@ def open_records(workload: Workload, files: Sequence[tuple[Path, Format]], *, ha
         reason = f"{path} has no column {missing}; its columns are {_names(row)}"
         raise SpecError("workload.text_field", reason, "name the one to train on")
     is_chat = not isinstance(row[field], str)
-    if is_chat and chat_error(_with_roles(row[field])):
-        reason = f"the column {field!r} of {path} is {_kind(row[field])}, neither text nor a list of messages"
+    if is_chat and (error := chat_error(_with_roles(row[field]))):
+        reason = f"{path}: record 1 {field!r} {error}"
         raise SpecError("workload.text_field", reason, "name a column of text, or of messages with roles")
     return Records(name=workload.data, files=tuple(files), field=field, is_chat=is_chat)
 
@@ -177,9 +178,8 @@ def chat_error(value: Any) -> str:
         return f"is {_kind(value)}, not a list of messages"
     if not value:
         return "has no messages"
-    if all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in value):
-        return ""
-    return "has a message without a role"
+    given = [isinstance(message, dict) and isinstance(message.get("role"), str) for message in value]
+    return "" if all(given) else f"has no role in message {given.index(False) + 1}; give it one of {', '.join(ROLES)}"
 
 
 def _with_roles(chat: Any) -> Any:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models.cache import Progress, cached, hub_folder, is_hub_name, model_folder
 from fsdp_lab.models.data import BYTE_OFFSET, SMALLEST_VOCABULARY, Ids, Text, encode
-from fsdp_lab.models.records import Records, Sample, refusal
+from fsdp_lab.models.records import ROLES, Records, Sample, refusal
 from fsdp_lab.spec.workload import Workload
 
 if TYPE_CHECKING:
@@ -135,6 +135,7 @@ class FolderTokenizer:
         template = self._tokenizer.chat_template or ""
         templates = [template] if isinstance(template, str) else template.values()  # of several, one is for tools
         self.has_template = bool(template)
+        self._roles = ", ".join(role for role in ROLES if re.search(f"['\"]{role}['\"]", "".join(templates))) or "none"
         self.marks_answers = all(map(_MARKS_ANSWERS.search, templates))
 
     def encode(self, texts: Sequence[str], *, whole: bool) -> list[list[int]]:
@@ -188,7 +189,9 @@ class FolderTokenizer:
         try:
             return self._tokenizer.apply_chat_template(**chat, tokenize=True, **{"return_dict": False, **options})
         except Exception as e:  # of the template, whose message names what it wants
-            raise InexactChat(f"the tokenizer's template refuses it ({' '.join(str(e).split())[:200]})") from e
+            given = ", ".join(dict.fromkeys(str(message.get("role")) for message in chat["conversation"]))
+            roles = f"its roles are {given}, those that the template names {self._roles}"
+            raise InexactChat(f"the tokenizer's template refuses it ({' '.join(str(e).split())[:200]}); {roles}") from e
 
 
 Tokenizer: TypeAlias = ByteTokenizer | FolderTokenizer

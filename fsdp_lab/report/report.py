@@ -36,7 +36,7 @@ from fsdp_lab.runs.recommendation import Recommendation, recommend
 from fsdp_lab.runs.steps import Step
 from fsdp_lab.runs.summary import Pairing, Ratio, counting
 from fsdp_lab.runs.view import RunView, Switch, switches_in_force
-from fsdp_lab.spec.describe import Trained, describe_changes, describe_value
+from fsdp_lab.spec.describe import UNKNOWN, Trained, describe_changes, describe_value
 
 FOLDER = Path(__file__).parent
 SUFFIXES = (".html", ".htm")
@@ -104,6 +104,7 @@ def render(compared: Comparison, runs: Sequence[RunView | Refusal], recommended:
         compared=compared,
         places={row.label: i for i, row in enumerate(compared.rows)},
         entries=entries,
+        unknown=UNKNOWN,
         blames={row.label: blame for _, row, run in measured if (blame := Blame.newest(run.events)).steps},
         different=[f"{label} ({compared[label].name}) is {why}" for label, why in compared.differences.items()],
         environments=list(environments.values()),
@@ -234,7 +235,7 @@ class Course:
 
 
 def curves(courses: Sequence[Course]) -> list[Chart]:
-    """Loss, step time, throughput and TFLOPS over steps; empty without a step."""
+    """Loss, step time, throughput and TFLOPS over steps, each if it is known; empty without a step."""
     courses = [c for c in courses if c.steps]
     if not courses:
         return []
@@ -246,7 +247,8 @@ def curves(courses: Sequence[Course]) -> list[Chart]:
         ("throughput", "Throughput", "tokens/s, all ranks", lambda s: s.tokens_per_s, True),
         ("tflops", "TFLOPS", "TFLOPS a rank, mean", lambda s: statistics.fmean(e.tflops for e in s.events), True),
     )
-    return [_curve(kind, courses, x_range) for kind in kinds]
+    told = [kind for kind in kinds if any(math.isfinite(kind[3](s)) for c in courses for s in c.steps)]
+    return [_curve(kind, courses, x_range) for kind in told]
 
 
 # The name and the title of a picture, the label of its y axis, and the value of a step. A timed measure leaves out the steps

@@ -19,11 +19,14 @@ from fsdp_lab.cluster import ClusterError
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.sent_code import with_code
 from fsdp_lab.planner.questions import require_memory
+from fsdp_lab.runs.comparison import NONE, figure_cells
 from fsdp_lab.runs.control import RunControl, SwitchRequest
 from fsdp_lab.runs.driver import Driver
 from fsdp_lab.runs.evaluation import EarlyStopping, generated
 from fsdp_lab.runs.recovery import Incident, refitted
 from fsdp_lab.runs.saving import CheckpointConfig, SavedCheckpoint
+from fsdp_lab.runs.steps import last_stretch
+from fsdp_lab.runs.summary import figures
 from fsdp_lab.runs.view import Awaited, Request, RunQueries, RunState
 from fsdp_lab.spec.checkpoint_format import Checkpoint
 from fsdp_lab.spec.faults import Fault
@@ -31,6 +34,8 @@ from fsdp_lab.spec.spec import Spec
 
 STOP_S = 2.0
 POLL_S = 0.02
+LINE = ("loss", "step time", "tokens/s", "FLOPS", "peak/rank", "exposed")
+RECENT_STEPS = 100
 
 
 class Run(RunControl, RunQueries, Awaited["Run"]):
@@ -61,6 +66,7 @@ class Run(RunControl, RunQueries, Awaited["Run"]):
         RunControl.__init__(self, spec, **options)
         self.rename(name)
         self.annotate(note)
+        self._resumed = () if start is None else (start.resumed(spec),)
         self._driver = Driver(self, ranks, prepare, share, self.id if broken is None else broken.id)
         if broken is not None:
             self._driver.progress.step = broken.step
@@ -99,9 +105,18 @@ class Run(RunControl, RunQueries, Awaited["Run"]):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Remarks on the ranks' placement, on how far to trust the times, on what is saved and exported, and on trackers."""
+        """Remarks on what it resumed, on placement, on how far to trust the times, on what is saved, and on trackers."""
         switched = self.switches[-1].notes if self.switches else ()
-        return tuple(dict.fromkeys([*self._driver.ranks.notes, *switched, *self.reporter.notes]))
+        return tuple(dict.fromkeys([*self._resumed, *self._driver.ranks.notes, *switched, *self.reporter.notes]))
+
+    @property
+    def line(self) -> str:
+        """Its step and state, with figures of the newest steps, in one line, at a cost that does not grow with the run."""
+        texts = figure_cells(figures(last_stretch(self.events.last_steps(RECENT_STEPS), self.spec)))
+        shown = [self.state.value, *(f"{name} {texts[name]}" for name in LINE if texts[name] != NONE)]
+        evaluations, until = self.early_stopping.words(self.spec.workload), self._driver.progress.until
+        of = f" of {until}" if until is not None else ""
+        return f"step {self.step}{of}: {', '.join(filter(None, (*shown, evaluations)))}"
 
     def __repr__(self) -> str:
         reason = f" ({self.reason})" if self.reason else ""

@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import socket
+import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, replace
@@ -40,7 +41,7 @@ from fsdp_lab.spec.spec import Spec
 
 PACKAGES = ("torch", "transformers", "fsdp-lab")
 CPUINFO = Path("/proc/cpuinfo")
-PROGRESS_S = 1.0
+PROGRESS_S, LINE_S = 1.0, 10.0
 T = TypeVar("T")
 
 
@@ -91,6 +92,7 @@ class Awaited(Generic[T]):
 
     def __init__(self) -> None:
         self.while_awaited: Callable[[], object] = lambda: None
+        self.while_waiting: Callable[[Any], object] = lambda awaited: None  # each LINE_S in `wait`: to print it
         self._future: Future[None] = Future()
         self._future.set_running_or_notify_cancel()  # cancelling one task that awaits does not cancel it for the others
 
@@ -112,9 +114,12 @@ class Awaited(Generic[T]):
 
     def wait(self, timeout: float | None = None) -> T:
         """Blocks until the result is there and returns it, or raises its error; TimeoutError after `timeout` seconds."""
+        end_s = math.inf if timeout is None else time.monotonic() + timeout
         try:
-            if not self._wait_over(timeout):
-                raise TimeoutError(f"{self!r} was not over after {timeout} s")
+            while not self._wait_over(max(0.0, min(LINE_S, end_s - time.monotonic()))):
+                if time.monotonic() >= end_s:
+                    raise TimeoutError(f"{self!r} was not over after {timeout} s")
+                self.while_waiting(self)
         except KeyboardInterrupt:
             self._given_up(blocking=True)
             raise

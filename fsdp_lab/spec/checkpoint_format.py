@@ -24,6 +24,7 @@ from typing import Any
 
 from fsdp_lab.base.errors import ArgumentError, FieldError, SpecError
 from fsdp_lab.base.files import path_errors
+from fsdp_lab.spec.describe import describe_changes
 from fsdp_lab.spec.spec import Spec
 from fsdp_lab.spec.workload import LINEAGE
 
@@ -52,6 +53,11 @@ class Checkpoint:
 
     def __str__(self) -> str:
         return f"step {self.step} in {self.path}"
+
+    def resumed(self, spec: Spec) -> str:
+        """A sentence: which run and step it is of, and in which fields `spec`, which resumes it, differs."""
+        changes = describe_changes(self.spec.difference(spec)) or "the same Spec"
+        return f"Resumes run {self.run} from step {self.step} ({self.path.name}), with {changes}."
 
 
 def check_folder(path: str | os.PathLike[str], *, field: str = "save") -> Path:

@@ -141,9 +141,10 @@ def test_what_to_train_is_said_by_options_before_a_file_before_a_checkpoint(
     changes = {"model": "gpt2-1m", "sharding": "shard_grad_op", "link": "0.25 GB/s, 50 us"}
     assert trained == [Spec(world_size=3).replace(**changes)]
     said = {"--optimiser": "; use --optimizer", "--batch_size=4": "; use --micro-batch", "--epochs": "; use --steps"}
+    said |= {"rnu": "there is no command 'rnu'; did you mean run\n", "train": "invalid choice: 'train'"}
     for word, sentence in (said | {"--steps=a": "[ARGUMENT ...]\nfsdp-lab run: error"}).items():
         with pytest.raises(SystemExit):
-            main(["run", word])
+            main(["run"] * word.startswith("-") + [word])
         assert sentence in capsys.readouterr().err
     assert main([]) == 0 and "COMMAND" in capsys.readouterr().out
 

@@ -101,6 +101,7 @@ def test_tables_comparison_and_report_say_what_is_not_known(tmp_path: Any) -> No
     assert Comparison.of([watched(losses=True)]).rows[0].figures.last_loss == 2.5, "the mean of 2 and 3"
     assert compared.rows[1].flat["seq_len"] == "unknown" and compared.records()[1]["seq_len"] is None
     assert "fsdp2" in compared.rows[1].name and "unknown" not in compared.rows[1].name
-    text = write_report(tmp_path / "report.html", [own, run]).read_text()
-    assert compared.rows[1].name in text and "does not tell what it trains" in text
+    text, alone = (write_report(tmp_path / "report.html", runs).read_text() for runs in ([own, run], [run]))
+    assert compared.rows[1].name in text and "does not tell what it trains" in text and 'id="plot-loss"' in text
+    assert "<dd>fsdp2</dd>" in alone and "<dd>unknown" not in alone + text and 'id="plot-loss"' not in alone
     lab.close()

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -468,9 +469,13 @@ def test_a_run_whose_kernel_is_gone_is_lost(history: History, monkeypatch: pytes
     assert kernel_alive("elsewhere", me, now_s - 10) and not kernel_alive("elsewhere", me, now_s - 1000)
 
 
-def test_a_spec_of_another_version_is_listed_as_it_was(history: History):
-    kept(history, ended())
-    with HistoryDB(history.path) as archive, archive.transaction():
+def test_a_run_of_another_version_is_listed_as_it_was(history: History):
+    kept(history, run := ended())
+    with HistoryDB(history.path) as archive:
+        events = json.loads(zlib.decompress(archive.value("SELECT data FROM batches")))
+        assert {event.pop("eval_metrics", None) is None for _, event in events} == {True, False}, "some had it"
+        archive.change("UPDATE batches SET data = ?", zlib.compress(json.dumps(events).encode()))
+        assert history.runs()[0].table().rows == run.table().rows
         fields = json.loads(archive.rows("SELECT spec FROM runs")[0]["spec"])
         fields["strategy"]["gone_by_now"] = 1
         archive.change("UPDATE runs SET spec = ?", json.dumps(fields))

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -148,6 +149,15 @@ def test_pause_holds_and_resume_goes_on(lab: Lab):
     run.resume()
     until(lambda: run.step > step)
     assert run.state is RunState.RUNNING
+
+
+def test_a_script_is_told_the_step(lab: Lab, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    for each_s, shell, said in ((0.1, None, r"(fsdp_lab: step \d+: running, loss.*\n)+"), (0.1, 1, ""), (10, None, "")):
+        monkeypatch.setattr("fsdp_lab.runs.view.LINE_S", each_s)
+        monkeypatch.setattr("IPython.get_ipython", lambda shell=shell: shell)
+        with pytest.raises(TimeoutError, match="was not over after 0.3 s"):
+            going(lab).wait(0.3)
+        assert re.fullmatch(said, capsys.readouterr().err)
 
 
 def test_stop_keeps_what_was_trained_and_reaches_ranks_that_are_still_building(lab: Lab):

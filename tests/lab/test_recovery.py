@@ -56,6 +56,8 @@ def test_a_run_is_saved_and_another_goes_on_from_it(lab: Lab, undisturbed: dict[
     made = again.save(tmp_path / "other").wait(30)  # on demand, and in another folder; its last step goes there as well
     assert made.step >= 14 and made.spec == again.spec and checkpoints(tmp_path / "other")[-1].path == made.path
     again.wait(90)
+    told = f"Resumes run {run.id} from step 14 ({checkpoints(tmp_path)[-1].path.name}), with backend lab → fsdp2."
+    assert again.notes[0] == told and again.line.startswith(f"step {STEPS} of {STEPS}: finished, loss ")
     assert losses(run) | losses(again) == undisturbed and again.switches[0].step == 14 and min(losses(again)) == 14
     assert (again.saves[-1].kind, again.saves[-1].step) == ("last", STEPS) and lab.save(tmp_path).step == STEPS
 

@@ -222,6 +222,12 @@ def test_a_chat_whose_answers_have_no_exact_place_is_refused(tmp_path: Path) -> 
     data = json_lines(tmp_path / "chats.jsonl", [chat(text(1), text(2), text(3), text(4))], field="messages")
     refused("workload.data", "record 1 of .*no exact place", data=data, tokenizer=folder)
     bare = word_tokenizer(tmp_path / "bare", "")
+    without = json_lines(tmp_path / "without.jsonl", [[{"content": "w1"}]], field="messages")
+    refused("workload.text_field", "without.jsonl: record 1 'messages' has no role in message 1; give", data=without)
+    two = "{% for m in messages if m.role not in ('user', 'assistant') %}{{ raise_exception('no') }}{% endfor %}"
+    wrong = json_lines(tmp_path / "wrong.jsonl", [chat(text(1), text(2)), [{"role": "robot"}]], field="messages")
+    said = r"record 2 of .*wrong.jsonl: .*refuses it \(no\); its roles are robot, those .* names user, assistant"
+    refused("workload.data", said, data=wrong, tokenizer=word_tokenizer(tmp_path / "two", two + words.PLAIN_TEMPLATE))
     refused("workload.data", "no template for chats", data=data, tokenizer=bare)
     refused("workload.data", "bytes have no template", data=data, tokenizer="bytes")
 
