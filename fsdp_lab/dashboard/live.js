@@ -1,4 +1,4 @@
-// The page's half of the live view; live.py says the protocol, and puts saving.js before this.
+// The page's half of the live view; live.py says the protocol, and puts saving.js and finding.js before this.
 //
 // A view mounts, gets a snapshot, builds a card for each panel and lets Bokeh draw in them. Then ticks come: rows for the
 // data sources (numbered, so that what comes twice is passed over and what is missing is noticed), properties of models,
@@ -764,6 +764,7 @@ class View {
     lighten(this.doc, [...this.figures.values()].map((figure) => views.find_one(figure)));
     this.keepRanges();
     this.sources = new Sources(this.doc);
+    this.finder?.attach(this.figures.get("timeline"));
     this.choose();
     this.repaint();
   }
@@ -779,6 +780,7 @@ class View {
     const grid = element("div", layout.tabs.length ? "fsdp-grid fsdp-overview" : "fsdp-grid");
     const below = element("div", "fsdp-grid fsdp-below");
     this.words = new Map([["", { reading: headline, note: caution }]]);
+    this.finder = null; // of the timeline, if there is one
     const cards = new Map();
     this.bar = viewBar(this.reader.chosen, () => (this.choose(), this.fit()));
     this.cardOf = new Map(); // source -> its card
@@ -803,6 +805,10 @@ class View {
       }
       const note = element("p", "fsdp-note");
       section.append(head, legend, plot, note);
+      if (card.sources.includes("timeline.spans")) {
+        this.finder = new SpanFinder(this.reader.chosen);
+        head.after(this.finder.root);
+      }
       section.setAttribute("aria-label", card.title);
       (layout.tabs.length && card.tab ? below : grid).append(section);
       plots.set(card.name, plot);
@@ -1057,6 +1063,7 @@ class View {
     card.waiting.clear();
     if (this.attempt(() => this.write(waiting)) === false) this.mount();
     this.fit();
+    this.find();
   }
 
   watchCards(cards) {
@@ -1153,6 +1160,12 @@ class View {
         this.showLegend(name, at);
       }
     }
+    this.find();
+  }
+
+  /** The search in the timeline, of the step that is drawn now. */
+  find() {
+    this.finder?.update(this.words.get("timeline").pin.step);
   }
 
   // Theme.

@@ -27,7 +27,7 @@ from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.panels.base import BaseCard, Block, Columns, Numbers
 
 HERE = Path(__file__).parent
-SAVING_JS = (HERE / "saving.js").read_text(encoding="utf-8")  # also of reports
+SHARED_JS = "".join((HERE / name).read_text("utf-8") for name in ("saving.js", "finding.js"))  # also of reports
 BOKEH_JS = Path(bokeh.__file__).parent / "server/static/js/bokeh.min.js"  # 1.3 MB
 
 MOST_UNACKNOWLEDGED = 2
@@ -120,7 +120,7 @@ class _Sent:
 class LiveView(anywidget.AnyWidget):
     """Shows one `Scene`, live. `flush` from one thread at most 20 times a second; everything else from any thread."""
 
-    _esm = SAVING_JS + (HERE / "live.js").read_text(encoding="utf-8")
+    _esm = SHARED_JS + (HERE / "live.js").read_text(encoding="utf-8")
     _css = HERE / "live.css"
     bokeh_version = traitlets.Unicode(bokeh.__version__).tag(sync=True)
     tokens = traitlets.Dict(theme.tokens()).tag(sync=True)

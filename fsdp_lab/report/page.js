@@ -46,14 +46,23 @@ function addTools(figure, views) {
     label: key.textContent, fill: getComputedStyle(key.firstChild).getPropertyValue("--fill"),
   }));
   const picture = (type) => () => pictureOf(view, type, { title, reading, keys: keys() }, look());
+  const drawn = () => view.model.renderers.filter(({ level }) => level === "glyph"); // without what a search marks
   const rows = () => {
-    const sources = view ? [...new Set(view.model.renderers.map((r) => r.data_source))] : [rowsOfBars(plot, `${title} ${reading}`.trim())];
+    const sources = view ? [...new Set(drawn().map((r) => r.data_source))] : [rowsOfBars(plot, `${title} ${reading}`.trim())];
     return new Blob([csvOf(sources, view ? [view.model] : [])], { type: "text/csv" });
   };
   const kinds = view ? { PNG: picture("png"), SVG: picture("svg"), CSV: rows } : { PNG: () => pictureOfBars(figure), CSV: rows };
   const saving = (kind, make) => async () => save(await make(), `${name}.${kind.toLowerCase()}`);
   const buttons = Object.entries(kinds).map(([kind, make]) => [kind, `Save ${title} as ${kind}`, saving(kind, make)]);
-  figure.querySelector("header").append(smallButtons("tools", buttons));
+  const header = figure.querySelector("header");
+  if (name.startsWith("timeline")) addFinder(header, view.model);
+  header.append(smallButtons("tools", buttons));
+}
+
+function addFinder(header, timeline) {
+  const finder = new SpanFinder();
+  finder.attach(timeline);
+  header.after(finder.root);
 }
 
 /** The numbers of bars, as `csvOf` reads a source of Bokeh's. */

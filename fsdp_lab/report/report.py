@@ -24,7 +24,7 @@ from fsdp_lab.base.events import Role
 from fsdp_lab.base.files import check_file, write_whole
 from fsdp_lab.base.formatting import duration, size
 from fsdp_lab.dashboard import theme
-from fsdp_lab.dashboard.live import BOKEH_JS, SAVING_JS
+from fsdp_lab.dashboard.live import BOKEH_JS, SHARED_JS
 from fsdp_lab.dashboard.panels import draw
 from fsdp_lab.dashboard.panels.axis import FINE, SpanRange, StepAxis, ZeroRange
 from fsdp_lab.dashboard.panels.base import Key, Panel
@@ -114,7 +114,7 @@ def render(compared: Comparison, runs: Sequence[RunView | Refusal], recommended:
         when=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(written_unix_s)),
         version=__version__,
         css=(FOLDER / "page.css").read_text(encoding="utf-8"),
-        js=SAVING_JS + (FOLDER / "page.js").read_text(encoding="utf-8"),
+        js=SHARED_JS + (FOLDER / "page.js").read_text(encoding="utf-8"),
         bokeh_js=BOKEH_JS.read_text(encoding="utf-8"),
         # Id of a script element -> the value embedded in it as JSON.
         data={"fsdp-lab-records": records, "fsdp-lab-theme": theme.tokens(), "fsdp-lab-plots": plots},

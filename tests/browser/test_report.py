@@ -1,5 +1,6 @@
 """A report is opened from disk, offline: its numbers are read back, and it is looked at in both colour schemes."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,9 @@ def test_its_plots_draw_what_was_measured(opened: Page):
     ratios = opened.locator("#plot-time_ratio .end").all_inner_texts()
     assert ratios == [ratio_words(row.time_ratio) for row in compared.rows if row.time_ratio]
     assert sum(len(lefts) for lefts in opened.evaluate(COLUMN, ["timeline0", "left"])) > 100
+    timeline = opened.locator("figure:has(#plot-timeline0)")
+    timeline.get_by_role("searchbox", name="Find spans").fill("Forward h.1 rank 1")  # not h.10 and h.11
+    timeline.get_by_text(re.compile(r"^1 of \d+ spans, ([\d.]+ ms) together: rank 1 \1$")).wait_for()
     painted = """() => [...document.querySelectorAll('.plot')].map((plot) => plot.getBoundingClientRect().height > 90
         && !!(plot.querySelector('.track .swatch') ?? plot.firstElementChild?.shadowRoot)
         && plot.getAttribute('aria-label').length > 20)"""

@@ -48,6 +48,17 @@ TIPS = """(words) => {
     const tips = inside(document).filter((e) => e.classList?.contains('bk-tooltip-content'));
     return tips.some((tip) => words.every((word) => tip.innerText.includes(word))) }"""
 
+# What the search says of all-gathers of h.1 on rank 1, where that is right and they are marked.
+SUM = f"""() => {{
+    const all = {model("timeline.spans")}.data, found = {model("timeline.found")}.data;
+    const wanted = (what, i) => what.includes('all-gather') && all.unit[i].endsWith('h.1') && all.rank[i] === 1 ? [i] : [];
+    const rows = all.what.flatMap(wanted), ms = rows.reduce((sum, i) => sum + all.ms[i], 0).toFixed(2);
+    const sum = `${{rows.length}} of ${{all.unit.length}} spans, ${{ms}} ms together: rank 1 ${{ms}} ms`;
+    const said = document.querySelector('.fsdp-find span').textContent;
+    const veiled = {model("timeline.veiled")}.get_length() === all.unit.length - rows.length;
+    const marked = veiled && `${{[...found.left]}}` === `${{rows.map((i) => all.left[i])}}`;
+    return rows.length > 1 && marked && /^step [\\d,]+: /.test(said) && said.endsWith(`: ${{sum}}`) && said }}"""
+
 
 @pytest.mark.slow
 def test_it_follows_the_newest_traced_step_holds_a_pinned_one_and_says_what_a_span_was(show):
@@ -128,3 +139,20 @@ def test_many_ranks_are_named_by_their_hosts_three_have_a_timeline_and_slow_moti
     desk.wait_reading("slow", "backward · compute transformer.h.2")
     desk.wait_rows("slow.moving", ranks * (12 + 12))  # one unit is gathered ahead, one is being reduced
     assert desk.clipped() == []
+
+
+@pytest.mark.slow
+def test_spans_are_found_by_words_summed_by_rank_searched_anew_in_the_next_step_and_let_go_by_escape(show):
+    desk = show(TimelinePage)
+    desk.tab("timeline")
+    desk.start()
+    desk.wait_shown("s >= n", 4)
+    find = desk.card.get_by_role("searchbox", name="Find spans")
+    find.press_sequentially("ALL-gather h.1  rank 1 n")  # a space and an n are for the field: the run goes on
+    find.press("Backspace")
+    first = desk.page.wait_for_function(SUM).json_value()
+    desk.page.wait_for_function(f"(first) => ![first, false].includes(({SUM})())", arg=first)
+    assert desk.state() == "running" and desk.clipped() == []
+    find.press("Escape")
+    assert find.input_value() == desk.card.locator(".fsdp-find").inner_text() == ""
+    assert desk.rows("timeline.veiled") == desk.rows("timeline.found") == 0

@@ -29,6 +29,7 @@ MOST_ROWS = 4  # for overlapping spans of a track; more of them cover each other
 MOST_SPANS = 6000  # drawn; the shortest are left out
 REDRAW_S = 0.4
 RANGE_STEPS, HELD_STEPS = 8, 3  # the x range holds the median of the last 8, each of the last 3, and what is shown
+PLACE = ("left", "right", "top", "bottom")
 # Nothing of a span leaves an empty row.
 TOOLTIP = """<b>@what</b> @unit<br>rank @rank, @ms{0,0.00} ms, from @left{0,0.00} ms
 <div style="max-width: 340px">@more</div>"""
@@ -63,10 +64,9 @@ class TimelinePanel(Panel):
         self._all = world_size <= theme.MOST_LINES
         self.lanes = world_size if self._all else 3
         self._clock = clock
-        place = ["left", "right", "top", "bottom"]
         texts = ["fill", "what", "unit", "more"]
-        self._spans = Columns("timeline.spans", [*place, "ms", "rank"], texts=texts, limit=MOST_SPANS)
-        self._lanes = Columns("timeline.lanes", [*place, "rank"], texts=["color", "label"], limit=self.lanes)
+        self._spans = Columns("timeline.spans", [*PLACE, "ms", "rank"], texts=texts, limit=MOST_SPANS)
+        self._lanes = Columns("timeline.lanes", [*PLACE, "rank"], texts=["color", "label"], limit=self.lanes)
         self._traced: deque[Step] = deque()
         self._span_count = 0  # of all traced steps
         self._lock = threading.Lock()
@@ -105,6 +105,11 @@ class TimelinePanel(Panel):
             draw.paint_fill(bars.glyph, token, outline=token if draw.FILLS[token].hatch == " " else "ink.faint")
             drawn.append(bars)
         draw.hover(fig, drawn, TOOLTIP, mode="mouse", below=True)
+        # Filled by the search of the page (finding.js), above the spans.
+        for name, token, fill, line in (("veiled", "ink.gap", 0.8, 0.8), ("found", "ink.peak", 0.0, 1.0)):
+            source = draw.twin(Columns(f"timeline.{name}", PLACE))
+            marks = draw.quads(fig, source, level="annotation", fill_alpha=fill, line_alpha=line, line_width=1.5)
+            draw.tint(marks.glyph, fill_color=token, line_color=token)
         return fig
 
     def patches(self) -> Patches:
