@@ -5,19 +5,17 @@ sleeps while it waits (shared memory does not spin here); on a GPU, whose backwa
 
 import cProfile
 import gc
-import itertools
 import pstats
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, distributed as dist, nn
+from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -26,7 +24,7 @@ from fsdp_lab.backends import fully_shard, sharded_parameters
 from fsdp_lab.bench.interleave import mesh_of, synchronize
 from fsdp_lab.bench.plan import BenchPlan, Form
 from fsdp_lab.rank.rendezvous import RankInfo
-from fsdp_lab.wire import Nccl, Wire, WireContext, group as wire_group
+from fsdp_lab.wire import Wire
 
 OURS = ("lab", "lab-flat")  # lab-flat: its optimizer is given `sharded_parameters(model)`
 PEERS = ("ddp", "fsdp1", "fsdp2", *OURS)
@@ -45,7 +43,7 @@ PLACES: Mapping[str, Sequence[str]] = {
     "other of ours": ("fsdp_lab/",),
     "rest": ("",),
 }
-WIDTH, FAKE_RANKS, CALLS = 8, 8, 200  # of layers; of torch's fake group; collectives of a kind in a round
+WIDTH = 8  # of layers
 
 
 class _Block(nn.Sequential):
@@ -146,39 +144,3 @@ def places(step: Callable[[Any], object], steps: int = 5) -> dict[str, float]:
             path = f"{file}:{name}"
             seconds[next(place for place, parts in PLACES.items() if any(part in path for part in parts))] += s
     return {place: s / sum(seconds.values()) for place, s in seconds.items()}
-
-
-def time_calls(rank: Any, job: Any) -> dict[str, dict[str, list[float]]]:
-    """The main thread's seconds of a collective, by kind: of torch's fake group, which sends nothing, and of the Wire over
-    that in the place of NCCL. Empty where torch has no such group."""
-    try:
-        from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
-    except ImportError:
-        return {}
-    dist.init_process_group("fake", rank=0, world_size=FAKE_RANKS, store=FakeStore())
-    context, whole, part = WireContext(), torch.zeros(FAKE_RANKS * WIDTH), torch.zeros(WIDTH)
-    streams: Any = SimpleNamespace(current=int, mark=int, holds=lambda t: True, entered=lambda s: nullcontext())
-    context.streams, context.nccl = streams, (nccl := Nccl(streams))
-    options = {"group_rank": 0, "group_size": FAKE_RANKS, "group_id": "wire", "global_ranks_in_group": []}
-    with patch.object(wire_group, "_open_gloo") as fake, patch.object(nccl, "open", fake):
-        fake.side_effect = lambda *_: FakeProcessGroup._create_internal(0, FAKE_RANKS)
-        groups = {"fake": dist.group.WORLD, "wire": Wire(SimpleNamespace(**options, store=FakeStore()), context)}
-    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-    scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    calls: dict[str, Callable[..., Any]] = {
-        "all_gather": partial(gather, whole, part),
-        "reduce_scatter": partial(scatter, part, whole, dist.ReduceOp.AVG),
-        "all_reduce": partial(dist.all_reduce, whole),
-    }
-    work: Any = dist.all_reduce(whole, async_op=True)
-    success = work.get_future().then(lambda _: 0)
-    type(work).get_future_result = lambda _: success  # only NCCL's has it
-    seconds = {kind: {name: list[float]() for name in groups} for kind in calls}
-    for _ in range(rank.plan.steps):
-        for kind, name in itertools.product(calls, groups):
-            context.start_timing()
-            begun_s = time.thread_time()
-            for _ in range(CALLS):
-                calls[kind](group=groups[name], async_op=True).wait()
-            seconds[kind][name].append((time.thread_time() - begun_s) / CALLS)
-    return seconds

@@ -6,7 +6,7 @@ ratio of equals), each with median, p10, p90 and n; what else was measured; its 
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from fsdp_lab.base.formatting import Spread, Table, plural
@@ -183,7 +183,7 @@ def step_figures(result: BenchResult, environment: Mapping[str, Any], say: Say) 
 
 
 def host(plans: Sequence[BenchPlan], work: Mapping[str, Any], say: Say) -> dict[str, Any]:
-    """Host time of a block and step beyond plain torch's, and of a collective; a launch for each. Raises BenchError."""
+    """Host time of a block and step beyond plain torch's; a launch for each plan. Raises BenchError."""
     import numpy as np
 
     from fsdp_lab.bench.host import AGAIN, OURS, PEERS, PLACES, PLAIN  # needs torch
@@ -216,14 +216,7 @@ def host(plans: Sequence[BenchPlan], work: Mapping[str, Any], say: Say) -> dict[
         say("shares under a profiler; DTensors made for each parameter in three further steps, and tensors kept")
         say(repr(Table(columns=("form", *PLACES, "DTensors", "kept"), rows=tuple(looks), left=left)))
         figures[on] = {"microseconds": spreads, **{name: ranks[0][name] for name in ("losses", "places", "made")}}
-    (calls,) = launch(replace(plans[0], ranks=1), "time_calls")
-    if not calls:
-        say("a collective alone is not measured: torch has no fake process group here")
-    for kind, of in calls.items():
-        figures["ratios"][kind] = asdict(ratio := spread(ratios(of["wire"], of["fake"])))
-        fake, wire = (f"{1e6 * spread(of[name]).median:.1f} us" for name in ("fake", "wire"))
-        say(f"{kind}: {fake} over torch's fake group, {wire} with the wire between; {format_spread(ratio)}")
-    return {**figures, "calls_s": calls}
+    return figures
 
 
 def rounds_of(plan: BenchPlan) -> str:

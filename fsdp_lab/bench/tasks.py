@@ -15,7 +15,7 @@ from torch import distributed as dist
 
 from fsdp_lab.base.children import Send
 from fsdp_lab.base.events import StepEvent
-from fsdp_lab.bench.host import measure, time_calls
+from fsdp_lab.bench.host import measure
 from fsdp_lab.bench.interleave import build_forms, interleave
 from fsdp_lab.bench.plan import BenchPlan
 from fsdp_lab.rank import Session
@@ -114,4 +114,4 @@ def host(rank: BenchRank, job: Job) -> dict[str, Any]:
         return measure(rank.plan, job, info, world)
 
 
-TASKS: Mapping[str, Callable[[BenchRank, Job], Any]] = {f.__name__: f for f in (steps, train, host, time_calls)}
+TASKS: Mapping[str, Callable[[BenchRank, Job], Any]] = {f.__name__: f for f in (steps, train, host)}

@@ -135,9 +135,9 @@ def test_host_time_is_that_beyond_plain_torch(
     assert set(figures["losses"]) == {*forms, "plain"} and set(figures["microseconds"]) == {*forms, "plain itself"}
     losses = [loss for form, loss in figures["losses"].items() if form != "plain" or ranks == 1]
     assert losses == pytest.approx(losses[:1] * len(losses), rel=tolerance)
-    pairs = {f"{on}, {ours}-raw/fsdp2-raw" for ours in OURS} | {f"{on}, ddp-wire/ddp-raw", "all_gather", "all_reduce"}
+    pairs = {f"{on}, {ours}-raw/fsdp2-raw" for ours in OURS} | {f"{on}, ddp-wire/ddp-raw"}
     assert pairs < set(written["ratios"]) and set(written["control"]) == {f"{on}, lab-raw-again/lab-raw"}
-    assert all(form in printed for form in forms) and f"{written['ratios']['all_gather']['median']:.3f}" in printed
+    assert all(form in printed for form in forms)
     plain = figures["microseconds"]["plain itself"]
     assert 0 < plain["forward+backward"]["median"] < plain["whole"]["median"] and plain["whole"]["n"] == 2
     for form, shares in figures["places"].items():
