@@ -813,7 +813,8 @@ class View {
       (layout.tabs.length && card.tab ? below : grid).append(section);
       plots.set(card.name, plot);
       const shown = { section, seen: true, held: false, waiting: new Map(), said: {} };
-      plot.addEventListener("pointerenter", () => (shown.held = !pin.root.hidden));
+      // Not when a pointer that rests is over it, as when its tab is opened.
+      plot.addEventListener("pointermove", () => (shown.held ||= !pin.root.hidden && !shown.waiting.size));
       plot.addEventListener("pointerleave", () => this.release(shown));
       for (const event of ["click", "change"]) pin.root.addEventListener(event, () => this.release(shown));
       cards.set(card.name, shown);

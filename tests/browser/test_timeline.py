@@ -64,10 +64,11 @@ SUM = f"""() => {{
 def test_it_follows_the_newest_traced_step_holds_a_pinned_one_and_says_what_a_span_was(show):
     """A person's path: watch, pin, look at others, type a number, hover, let go, pin when the run is over."""
     opened = show(TimelinePage)
-    opened.tab("timeline")
     opened.start()
+    opened.page.locator(".fsdp-card-loss .fsdp-plot").hover()
+    opened.page.locator(".fsdp-tab-button[data-tab=timeline]").press("Enter")
     opened.wait_shown("s >= n", 4)
-    opened.wait_shown("s > n", opened.shown())
+    opened.wait_shown("s > n", opened.shown())  # though the pointer rests over it
     opened.hold.click()
     opened.wait_reading("timeline", r"^pinned · step [\d,]+: [\d.]+ ms, [\d.]+ ms exposed on rank \d, most for ")
     opened.page.wait_for_function(f"() => {model('timeline.spans')}?.get_length() > 0")
