@@ -1,8 +1,7 @@
 """Fixtures that several folders share, and how the tests are spread over processes.
 
 A run of the whole tier uses pytest-xdist; one that names files or folders runs in one process (`-n 2` overrides that). Files
-that share a lab, a cluster or a browser form one group, and a group stays in one process. Each process has its own pool.
-"""
+that share a lab, a cluster or a browser form a group, which stays in one process. Each process has its own pool."""
 
 from __future__ import annotations
 

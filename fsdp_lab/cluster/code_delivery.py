@@ -1,8 +1,7 @@
 """`Delivery`: the user's code, and the user's own modules, sent to the ranks that lack them.
 
 The ranks use a module as the kernel has imported it, whatever its file has become: a run that goes on, a rank that replaces
-another, and a machine without the file have the same code. So a reload in the kernel, and nothing else, brings a change.
-"""
+another, and a machine without the file have the same code. So only a reload in the kernel brings a change."""
 
 import contextlib
 import importlib.util

@@ -106,8 +106,7 @@ class Schedule:
         calls: in the order in which they begin; the first is the root's.
         rules: the root's.
         backward: False for a forward without gradients, after which everything is freed.
-        own_rules: of units with rules of their own: what these say of resharding and of offload counts, for that unit.
-    """
+        own_rules: of units with rules of their own: what these say of resharding and offload counts, for that unit."""
 
     def __init__(
         self,

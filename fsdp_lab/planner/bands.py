@@ -8,8 +8,7 @@ on what is thinly measured. Responses r of independent kinds add in squares:
 
 `quantile` is that of |ln(measured / predicted)| / scale over published rows, each predicted without its own source. This is
 normalised split conformal prediction (Lei et al., arXiv 1604.04173, section 5.2) with a source of n rows weighing as
-sqrt(n), as its rows err together. The scale gives the shape, the quantile the coverage; tests/planner/research finds both.
-"""
+sqrt(n), as its rows err together. The scale gives the shape, the quantile the coverage: see tests/planner/research."""
 
 import itertools
 import math

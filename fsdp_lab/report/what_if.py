@@ -154,8 +154,7 @@ class WhatIf(anywidget.AnyWidget):
         network: Gb/s of all network cards of a host; None: the usual rate.
         tokens, price_per_gpu_hour: of a whole training, such as "15B" and 2.49, as in `Lab.plan`; None: not asked.
 
-    Raises SpecError: unknown hardware, a number of GPUs that is no multiple of a host's, an unknown model. ArgumentError.
-    """
+    Raises SpecError: unknown hardware or model, a number of GPUs that is no multiple of a host's. ArgumentError."""
 
     _esm = SCRIPT
     _css = f".fsdp-what-if {{ {''.join(style.read_text(encoding='utf-8') for style in STYLES)} }}"

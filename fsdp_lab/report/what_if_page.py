@@ -1,8 +1,7 @@
 """`write_what_if`: what-if as one HTML file without a kernel, for a teacher to host anywhere.
 
 A page has axes: fields with the values that a reader may choose. The answer of every combination is predicted when the page
-is made, by the planner, and kept in a table of float32 columns. The script in the page finds a row of it and draws it.
-"""
+is made, by the planner, and kept in a table of float32 columns. The page's script finds a row of it and draws it."""
 
 import base64
 import itertools

@@ -297,8 +297,7 @@ class SlowMotion(Iterator[StepMoment]):
     Attributes:
         moment: the last one; None before the first. past: the moments of this step up to that one, or the newest of a large
         model. events: one per rank, when the step is over; times include the halts.
-        closed, reason: whether there will be no further moment, and why. ready: whether the Spec is applied on the ranks.
-    """
+        closed, reason: whether no further moment comes, and why. ready: whether the Spec is applied on the ranks."""
 
     def __init__(self, ranks: Cluster, spec: Spec, prepare: Callable[[Spec], None]) -> None:
         """`prepare(spec)`: called before anything is sent; makes the ranks ready and ends what else is running on them."""

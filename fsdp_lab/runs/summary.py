@@ -3,8 +3,7 @@
 The rule of what counts, everywhere: figures are of the steps trained with the Spec applied last (which steps a run has after
 a restart: see `runs.steps`). A step's time is that of its slowest rank. Medians and percentiles of time, throughput, TFLOPS
 and communication leave out the first step after a switch (allocations, first-time set-up) and ledger steps (slowed by
-measuring memory); where no step is left, as in a run of one step, they include all. Losses and memory leave out nothing.
-"""
+measuring memory); where no step is left, as in a run of one, they include all. Losses and memory leave out nothing."""
 
 import math
 import statistics

@@ -48,8 +48,7 @@ class Sweep(Awaited["Sweep"]):
     Attributes:
         runs: in order of their first turns. refused: combinations that are impossible.
         steps: of each run. rounds: turns of each run. reason: why it was stopped; empty where it was not.
-        suspended: the run that it found in progress, which goes on afterwards; None: there was none, or it was stopped.
-    """
+        suspended: the run found in progress, which goes on afterwards; None: there was none, or it was stopped."""
 
     def __init__(
         self,

@@ -6,8 +6,7 @@ installed. Of other classes only the state is known here (`_SLOTS`); whether tor
 where torch is (`backends/base.py`). `tests/backends/test_optimizers.py` compares `_KNOWN` and `_SLOTS` with torch's.
 
 Note: bits. With `foreach` and without it, the rounding of an update does not depend on where an element lies. A fused
-kernel computes the end of a tensor in another way than the rest, so that its bits depend on how parameters are sharded.
-"""
+kernel computes the end of a tensor in another way than the rest, so its bits depend on how parameters are sharded."""
 
 import math
 from collections.abc import Iterator, Mapping

@@ -314,8 +314,7 @@ class UnshardHandle:
 def free(module: nn.Module, *, busy: Collection[int] = ()) -> None:
     """Remove the hooks and free all storage at once, even if it is still referenced. The model cannot be used afterwards.
 
-    `busy`: addresses of storage that a collective may still use, as after an abort; it is freed with its last reference.
-    """
+    `busy`: addresses of storage that a collective may still use, as after an abort; freed with its last reference."""
     unit_hooks(module)  # refuses what is no module
     hooks = {h.unit: h for h in map(unit_hooks, module.modules()) if h is not None}
     for unit, h in hooks.items():

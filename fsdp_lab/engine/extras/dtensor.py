@@ -12,8 +12,7 @@ under its name and shape, in boxes, and loads it from any other layout. There ar
 
 Views are refused unless they are ranges of elements again, as a row is: what were written to another one would be lost.
 
-`placements` reads as `Replicate()`, the only placement of torch's by which a whole tensor may be copied into one of these.
-"""
+`placements` reads as `Replicate()`, torch's only placement by which a whole tensor may be copied into one of these."""
 
 from __future__ import annotations
 
@@ -69,8 +68,7 @@ class FlatDTensor(DTensor):
         run: what its local tensor is a part of.
         counted: the tensor whose version says that this one, or a view of it, was written to. Views that are made in a
             dispatch mode have versions of their own.
-        before_write: called before an operation, by its name, writes to what optimizers were given. Raises ShardError.
-    """
+        before_write: called with an operation's name before it writes to what optimizers have. Raises ShardError."""
 
     flat_placement: FlatPlacement
     counted: Tensor

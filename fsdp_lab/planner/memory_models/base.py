@@ -1,8 +1,7 @@
 """`MemoryModel`: what a backend allocates and frees in a `MemoryTracker` during a step. Each backend has a subclass.
 
 A model only adds up bytes at the points of a schedule, from the sizes of each unit in the forms that the backend stores
-(`UnitBytes`). Where CPU ranks of one host share memory, tensors in it are counted, and copies and free blocks are not.
-"""
+(`UnitBytes`). Where CPU ranks of a host share memory, tensors in it are counted, and copies and free blocks are not."""
 
 import math
 from dataclasses import dataclass, field

@@ -58,8 +58,7 @@ class HeldParameter:
     """A parameter of the model, as this rank holds it between steps: the whole, or its shard, or a range of a flat one.
 
     `holder`: the tensor that knows whether it is trained, and has its gradient. `ids`: of what stands for it in an
-    optimizer. `replicas`: ranks with the same values, with this one; (): none. `synchronised`: its wrapper keeps them so.
-    """
+    optimizer. `replicas`: ranks with its values, this one too; (): none. `synchronised`: its wrapper keeps them so."""
 
     name: str
     module: nn.Module  # to which it belongs

@@ -1,8 +1,7 @@
 """`watch`, the entry to measuring a loop of one's own; and `LoopRecorder`, which brings its events into the history.
 
 On a rank of a lab's the messages of a loop go to the kernel, which stores them. Elsewhere, as under torchrun, they go to
-rank 0's process through the store of the process group, in a thread of each rank, and that process writes the history.
-"""
+rank 0's process through the store of the process group, in a thread of each rank, and it writes the history."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Shapes of transformers by the names that publications use.
 
 Sources: the models' published configurations (Llama 2, arXiv 2307.09288; Llama 3, arXiv 2407.21783; GPT-3, arXiv 2005.14165;
-T5, arXiv 1910.10683; MPT and others: their config.json), in `data/models.csv`. Sizes that a table gives take precedence.
-"""
+T5, arXiv 1910.10683; MPT and others: their config.json), in `data/models.csv`. Sizes in a table take precedence."""
 
 import csv
 import re

@@ -266,8 +266,7 @@ def _software(reader: _Reader) -> tuple[Software, str]:
 
     The FSDP paper does not say when it measured. Its peaks of T5 (figure 8c) are taken to be of the first step: between 8
     GPUs and 512 they differ by 4 bytes a parameter, fp32 values without gradients and moments, and 2.5 GB a sample are keys
-    and values, biases and scores at the end of the forward. Those of GPT-175B differ by 16 bytes: they are of a later step.
-    """
+    and values, biases and scores at the end of the forward. Those of GPT-175B differ by 16 bytes: of a later step."""
     framework, checkpoints, said = reader.text("framework"), reader.text("act_ckpt"), reader.text("kernels")
     is_t5, is_paper = "t5" in reader.text("model").lower(), "2304.11277" in reader.text("source")
     kernel = Attention.CUDNN
