@@ -30,8 +30,6 @@ PLAN: Options = {
 }  # fmt: skip
 MODELS = "gpt2-1m,llama-1m,bert-1m,t5-1m,vit-1m,resnet-1m"
 MEMORY: Options = {"model": {"default": MODELS, "metavar": "M,M", "help": f"presets {DEFAULT}"}, "ranks": RANKS}
-DEVICE: Options = {"device": OWN_RANKS["device"]}
-SWITCH: Options = {**DEVICE, "width": number(2048), "layers": number(14), "vocab": number(32000)}
 PIXEL: Options = {"ranks": number(4), "step_ms": number(0, "without ranks"), "seconds": number(20)}
 FAMILIES: Options = {"jobs": number(1, "families at once")}
 ATTACH: Options = {
@@ -43,7 +41,6 @@ TABLE: tuple[tuple[str, str, str, Options], ...] = (
     ("memory", "labs", "peak memory of a step, compared with FSDP2's and with the planned one", MEMORY),
     ("metering", "metering", "cost of all that a lab does in a step beyond plain training", METERING),
     ("attach", "attach", "cost of watching a script that knows nothing of it", ATTACH),
-    ("switch", "switch", "live switches near the memory limit of a GPU", SWITCH),
     ("pixel", "pixel", "the end of a step to its frame in chromium, by percentiles", PIXEL),
     ("families", "families", "families of transformers, small: which train, which are refused, and why", FAMILIES),
 )

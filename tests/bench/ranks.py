@@ -8,7 +8,6 @@ from typing import Any
 
 from fsdp_lab.base.children import Send, run_child
 from fsdp_lab.bench.launch import launch
-from fsdp_lab.bench.plan import BenchPlan
 
 launch_here = partial(launch, module="tests.bench.ranks")
 
@@ -17,8 +16,7 @@ def _perform(job: dict[str, Any], received: SimpleQueue[bytes], send: Send) -> N
     from fsdp_lab.bench.tasks import BenchRank  # torch, which is imported while the end of the input is watched
 
     task = importlib.import_module(f"tests.bench.{job['task']}")
-    plan = getattr(task, "Plan", BenchPlan).from_dict(job["plan"])
-    send("result", task.on_rank(BenchRank.join(plan, job, received, send), job))
+    send("result", task.on_rank(BenchRank.join(task.Plan.from_dict(job["plan"]), job, received, send), job))
 
 
 if __name__ == "__main__":

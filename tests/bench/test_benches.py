@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench import families, metering, switch
+from tests.bench import families, metering
 from tests.bench.__main__ import main
 from tests.bench.in_pool import launched_in
 from tests.pool import Pool
@@ -15,8 +15,7 @@ TINY = ["--model", "gpt2-1m", "--seq-len", "8", "--device", "cpu"]
 
 @pytest.fixture
 def ranks(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (metering, switch):
-        monkeypatch.setattr(module, "launch_here", launched_in(pool))
+    monkeypatch.setattr(metering, "launch_here", launched_in(pool))
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
@@ -73,13 +72,3 @@ def test_measuring_changes_no_bit_of_any_backend() -> None:
 def test_a_family_of_transformers_is_tried_under_every_backend(pool: Pool) -> None:
     outcome = families._outcome(pool, "gpt2")
     assert families.table({"gpt2": outcome}).startswith("\ntrains: 1 of 1\n  under every backend:\n      gpt2")
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("ranks")
-def test_switches_are_rehearsed_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    few, file = ["--width", "64", "--layers", "3", "--vocab", "384"], tmp_path / "bench.json"
-    assert main(["switch", *few, "--device", "cpu", "--json", str(file)]) == 0
-    assert len(json.loads(file.read_text())["switches"]) >= 3
-    printed = capsys.readouterr().out
-    assert "fsdp1 to lab" in printed and "DIFFERENT" not in printed
