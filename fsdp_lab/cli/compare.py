@@ -151,7 +151,7 @@ def view(sweep: Sweep, console: Console) -> Group:
     else:
         left = "" if p.left_s is None else f", about {duration(p.left_s)} left"
         line = f"{p.done_steps} of {p.all_steps} steps{left}"
-    begun = [run for spec in sweep.specs if (run := sweep.run_of(spec)) is not None]
+    begun = sweep.in_order
     figures = FIGURES if console.width >= WIDE else NARROW
     table = repr(Comparison.of(begun).table(figures, spread=False)) if begun else ""
     return Group(Text(shared.wrapped(table, console), no_wrap=True, overflow="crop"), Text(line, style="dim"))

@@ -111,11 +111,6 @@ class Engines:
         """Leaves the engines running for another kernel. Raises ClusterError: they are not persistent."""
         raise ClusterError("the engines of a given cluster are yours, and stay anyway")
 
-    def keep(self) -> bool:
-        """Ends the engines, and leaves what starts others for the kernel's next lab. Returns whether there is such a thing;
-        else they are only to be closed."""
-        return False
-
     def close(self) -> None:
         """Ends what we started, in about 5 s at most. Idempotent."""
         if self._own_client:

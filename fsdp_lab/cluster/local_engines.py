@@ -273,8 +273,8 @@ class LocalEngines(Engines):
         return True
 
     def keep(self) -> bool:
-        """Keeps the server, with all that it has imported, and the controller, until `take`. The guardian ends them with the
-        kernel."""
+        """Ends the engines, and keeps the server, its imports and the controller until `take`. The guardian ends them with
+        the kernel. Returns whether it could; else all is only to be closed."""
         if self._closed or self._server is None or self._record is not None or self.broken:
             return False
         self._close_clients()

@@ -70,11 +70,8 @@ class Recommendation:
         left_out = (f"Not recommended, {labels}: {why}." for why, labels in others.items())
         return (*self.sentences, *(t.sentence for t in self.toggles), *left_out)
 
-    def __str__(self) -> str:
-        return "\n".join([*self.lines(), *(f"note: {n}" for n in self.notes)])
-
     def __repr__(self) -> str:
-        return str(self)
+        return "\n".join([*self.lines(), *(f"note: {n}" for n in self.notes)])
 
     def _repr_html_(self) -> str:
         chosen = "".join(f"<p><b>{escape(s)}</b></p>" for s in self.sentences)

@@ -339,11 +339,6 @@ class EventStore:
         return next(reversed([s for s in counting if s.is_whole] or counting), None)
 
     @property
-    def dropped(self) -> int:
-        """Events that were dropped to stay within the cap."""
-        return self._first
-
-    @property
     def ranks(self) -> tuple[int, ...]:
         with self._lock:
             return tuple(sorted(self._seen))

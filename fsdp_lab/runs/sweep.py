@@ -83,11 +83,7 @@ class Sweep(Awaited["Sweep"]):
     @property
     def in_order(self) -> list[Run]:
         """The runs that have begun, in order of the Specs."""
-        return [run for spec in self.specs if (run := self.run_of(spec)) is not None]
-
-    def run_of(self, spec: Spec) -> Run | None:
-        """The run of one of the Specs; None before its first turn."""
-        return self._runs.get(spec.id)
+        return [self._runs[spec.id] for spec in self.specs if spec.id in self._runs]
 
     def comparison(self, baseline: str | int | None = 0) -> Comparison:
         """The results so far, side by side, in order of the Specs; see `Comparison.of`."""
