@@ -99,7 +99,7 @@ class Assembly:
         config: where they are is changed by `move`.
         notes: on how the ranks were started.
         attached_status: `Session.status` of each rank when it was taken over, empty if it was started here.
-        kept: what the kernel's former lab left for this one, or this one leaves (see `Engines.keep`)."""
+        kept: what the kernel's former lab left for this one, or this one leaves (see `LocalEngines.keep`)."""
 
     def __init__(
         self, config: ClusterConfig, dispatcher: Dispatcher, supervisor: Supervisor, report: OnProgress
