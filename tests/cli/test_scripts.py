@@ -70,6 +70,7 @@ def test_a_script_as_it_is(name: str, tmp_path: Path) -> None:
         assert [one for one in spent if any(one[1:])] == [(3, True, True), (3, True, False)]
 
 
+@pytest.mark.slow
 def test_of_several_models_the_largest_is_watched(tmp_path: Path) -> None:
     ended = watched(launched("gan", tmp_path / "account"), tmp_path / "history")
     account = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("account-*"))]
