@@ -141,8 +141,8 @@ def _sentences(fastest: Row | None, smallest: Row | None, alike: Sequence[str], 
         return ("None of these runs can be recommended.",)
 
     def described(row: Row) -> str:
-        peak = size(row.figures.peak_memory_bytes)
-        return f"{row.label} ({row.name}): {count(_speed(row))} tokens/s, peak {peak} a rank"
+        peak, speed = size(row.figures.peak_memory_bytes), f"{count(_speed(row))} tokens/s, " if _speed(row) else ""
+        return f"{row.label} ({row.name}): {speed}peak {peak} a rank"
 
     room = f"fits in {size(limit)} a rank" if limit else "fits"
     several = f"{' or '.join(alike)}, not told apart in time. The smallest of them is " if len(alike) > 1 else ""

@@ -104,4 +104,5 @@ def test_tables_comparison_and_report_say_what_is_not_known(tmp_path: Any) -> No
     text, alone = (write_report(tmp_path / "report.html", runs).read_text() for runs in ([own, run], [run]))
     assert compared.rows[1].name in text and "does not tell what it trains" in text and 'id="plot-loss"' in text
     assert "<dd>fsdp2</dd>" in alone and "<dd>unknown" not in alone + text and 'id="plot-loss"' not in alone
+    assert "0 tokens/s" not in alone and ": peak " in alone
     lab.close()
