@@ -263,8 +263,8 @@ class StepEvent:
     # "optimizer", "input", "checkpoint", "evaluation", and "" between these.
     part_s: Mapping[str, float] = field(default_factory=dict)
     recompiled: tuple[str, ...] = ()  # by torch.compile in this step: the guard that failed, of each, as far as known
-    # What the driver last said of this rank's GPU, at most seconds before: the share of the time in which it ran a kernel,
-    # in %, its power and its temperature, of all processes that use it. None: on a CPU, or not known, as of a part of a GPU.
+    # Of this rank's GPU with all its processes, read from the driver once a second: the share of time in which any kernel
+    # ran, as nvidia-smi has it, power and temperature. None: on a CPU, or not reported, as for a MIG slice.
     gpu_percent: float | None = None
     gpu_power_w: float | None = None
     gpu_temperature_c: float | None = None

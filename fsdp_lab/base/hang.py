@@ -5,7 +5,7 @@ come from step events. `diagnose` runs in the kernel or, without one (torchrun),
 
 Note: long work. Ranks wait for one that compiles or draws initial values, and it is not hung. Such work is named in its
 heartbeats (`LongWork`), and what others wait for it meanwhile does not count: a wait is measured from the last moment at
-which a rank of the group was at long work. Each kind has a limit of its own, after which it counts like other time."""
+which a rank of the group was at long work. Each kind has its own limit, after which it counts like any other time."""
 
 import dataclasses
 import enum

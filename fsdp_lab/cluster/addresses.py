@@ -5,7 +5,7 @@ end inside it (containers' bridges) or are slow; there need not be a default rou
 at every address that its interfaces have, and one of each other host connects to all of them. A token shows that it is the
 right host that answers: private addresses repeat. An address is good if all other hosts reach it, since torch's store and
 Gloo take one per rank. Of several that are good, link-local ones come last, then IPv6 ones, then those of slow interfaces.
-The ports are free ones, as Gloo's will be, so a firewall that admits only some ports is noticed before a timeout."""
+The ports are free ones, as Gloo's will be, so a firewall that admits only some is noticed here, not by a timeout."""
 
 import contextlib
 import ipaddress

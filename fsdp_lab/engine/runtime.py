@@ -123,7 +123,7 @@ class Runtime:
     def before_forward(self, unit: Unit, *, method: bool = False) -> tuple[Pass, int]:
         """Gather the unit, and those ahead of it. Returns the pass and the number of the call.
 
-        `method`: it is not `forward` that is called. What it calls may differ from time to time: no schedule."""
+        `method`: it is not `forward` that is called. What it calls may differ in each call: no schedule."""
         if torch._C._current_graph_task_id() != -1:  # a checkpoint's, inside a backward
             self._begin_backward()
             self.make_ready(unit)

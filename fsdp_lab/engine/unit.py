@@ -1,7 +1,7 @@
 """`Unit`: the parameters of one wrapped module, gathered and freed together.
 
 unshard -> wait_for_unshard -> (computation) -> reshard; then, from autograd's gradients, reduce. One gather has three names:
-`FlatBuffer.gather` issues that of a buffer, `Unit.unshard` those of a unit; `Runtime.make_ready` waits for them."""
+`FlatBuffer.gather` issues that of a buffer, `Unit.unshard` those of a unit; `Runtime.make_ready` also waits."""
 
 import enum
 from collections.abc import Sequence

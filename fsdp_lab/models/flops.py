@@ -99,7 +99,7 @@ class _RecomputeCounter:
     """Counts in the forward what a checkpoint around `module` will recompute in the backward.
 
     Recomputation stops at the last tensor that the forward saved. An operator's inputs are saved before it is computed, so
-    the last product of a block is often not repeated. (No second forward counts it: decoders cache keys and values.)"""
+    the last product of a block is often not repeated. (A second forward is no count: decoders cache keys and values.)"""
 
     def __init__(self, module: nn.Module, counter: FlopCounterMode) -> None:
         self.flops = 0

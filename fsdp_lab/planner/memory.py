@@ -53,7 +53,7 @@ def memory(spec: Spec, shape: ModelShape, *, device: str, model: type[MemoryMode
 
 def loading_bytes(spec: Spec, shape: ModelShape, *, device: str) -> int:
     """The most that a rank holds until it has its values: its part of them, into which they are read. There is no optimizer
-    state yet. A model without values is made first, a parameter at a time on the host; for FSDP1 torch copies units."""
+    state yet. A model without values is made first, parameter by parameter on the host; for FSDP1 torch copies each unit."""
     on_gpu, tracker, backend = device != "cpu", MemoryTracker(), spec.strategy.backend
     model: MemoryModel = MODELS[backend](spec, shape, tracker, on_gpu=on_gpu)
     model.alloc_state()

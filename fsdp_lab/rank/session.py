@@ -53,7 +53,7 @@ class Session:
         shared_memory: whether CPU ranks of one host, and ranks that share a GPU, send through memory that they share.
         address, hosts: see `WireContext`.
 
-    Raises ArgumentError for `hang_s`, ConnectionError without rank 0, RuntimeError if a rank did not join in time."""
+    Raises ArgumentError for `hang_s`, ConnectionError if rank 0 is not found, RuntimeError if a rank is not in time."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ class Activities:
     """Starts runs, sweeps and slow steps; each ends the one before it. `place_ranks` gives the cluster the ranks and devices
     of a Spec, on the thread of the new activity; `record` is called with each new run.
 
-    `run`, `sweep`, `slow`: the newest, running or over; None before the first. `closed`: whether none can start."""
+    `run`, `sweep`, `slow`: the newest, running or over; None before the first. `closed`: nothing can be started."""
 
     def __init__(
         self, cluster: Cluster, place_ranks: Callable[[Spec], None], record: Callable[[Run | WatchedRun], None]

@@ -14,7 +14,7 @@ Note: threads. Around each run there are:
 - *ipyparallel's IO thread*, which calls `Driver._add_events` with what a rank published. `EventStore` has its own lock.
 
 One lock, `RunControl.changed`, guards the state and the requests of `RunControl`, and those for checkpoints. The driver
-holds it, too, while it changes the Spec, the step and the switches together. It never waits for a rank meanwhile."""
+holds it, too, while it changes the Spec, the step and the switches together. It waits for no rank with it held."""
 
 import threading
 import time

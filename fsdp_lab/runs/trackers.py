@@ -4,7 +4,7 @@ It reads the run's events as the history does (`fsdp_lab.runs.history.writer`), 
 its client: a slow one holds up nobody. What a client raises is a note of the run, and it gets no more.
 
 Where metrics go is said by each client's own environment variables, such as WANDB_MODE, WANDB_PROJECT, TRACKIO_DIR and
-MLFLOW_TRACKING_URI. TENSORBOARD_LOGGING_DIR, else "runs", gets a folder for each run, named by its id as all are."""
+MLFLOW_TRACKING_URI. TENSORBOARD_LOGGING_DIR, else "runs", gets a folder for each run, named by the run's id."""
 
 import json
 import math

@@ -24,7 +24,7 @@ KEY = "watched"  # by which a stored one is told from a Spec
 class WatchedLoop:
     """A model as a user set it up, as far as it shows. Not a Spec: nothing can be trained, switched or exported from it.
 
-    `backend`: "lab", "fsdp2", "fsdp1", "ddp", or "module", a plain one. `sharding`: as of a Strategy, "" if unknown."""
+    `backend`: "lab", "fsdp2", "fsdp1", "ddp", or "module" (plain). `sharding`: as in a `Strategy`, "" if unknown."""
 
     model: str  # its class
     backend: str

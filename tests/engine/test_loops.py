@@ -1,7 +1,7 @@
 """Training loops that somebody else wrote: ours does what FSDP2 and one process do there, with the same numbers.
 
 Each loop is a script as scenarios/engines.py has them, run in every rank under ours, under FSDP2 and on a plain model with
-the batches of all ranks; units are freed after each forward, and then kept. FSDP2's parameters have our bits."""
+the batches of all ranks; units are freed after each forward, and then kept. FSDP2's parameters equal ours."""
 
 import re
 from collections.abc import Callable

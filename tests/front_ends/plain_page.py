@@ -52,7 +52,7 @@ class PlainPage:
     Args:
         first: JavaScript that the first frame runs before it has the widget.
         busy: whether the kernel runs a cell meanwhile, until `free`.
-        how: buffers arrive as a "view" (JupyterLab), "bytes" (Colab's widget manager), "memory", or "none" do."""
+        how: buffers arrive as a "view" (JupyterLab), "bytes" (Colab's widget manager), "memory", or not: "none"."""
 
     def __init__(self, browser: Browser, stage: Stage, first: str = "", *, busy: bool = False, frames: int = 1,
                  style: str = "", how: str = "view") -> None:  # fmt: skip

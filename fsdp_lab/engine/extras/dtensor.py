@@ -68,7 +68,7 @@ class FlatDTensor(DTensor):
         run: what its local tensor is a part of.
         counted: the tensor whose version says that this one, or a view of it, was written to. Views that are made in a
             dispatch mode have versions of their own.
-        before_write: called with an operation's name before it writes to what optimizers have. Raises ShardError."""
+        before_write: called with an operation's name before it writes to what optimizers got. Raises ShardError."""
 
     flat_placement: FlatPlacement
     counted: Tensor
